@@ -1,0 +1,784 @@
+"""The decoder, whole: the Qwen3 block, which is also MiniMind-3's, in about 400 lines.
+
+Read it top to bottom; things stand in the order in which a token meets them:
+  1. GPTConfig           the shape of a model, with the field names of a Qwen3 config.json
+  2. RoPE, KVCache       where a token is, and what it remembers
+  3. AttentionPlan       who may look at whom: decided once per forward, here and nowhere else
+  4. RMSNorm, Attention, MLP, Block
+  5. the loss            which never holds all the logits
+  6. GPT                 forward, decode_step, initialisation, reading and writing checkpoints
+
+Letters in shape comments: B rows, T new tokens, S keys (past + new), C hidden_size, H query heads,
+K key/value heads, G = H / K query heads per key/value head, D head_dim, V vocab_size.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# ------------------------------------------------------------------------------------ the shape
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a model. Names and meaning are those of a Qwen3 `config.json`.
+
+    Raises ValueError, naming the fields and their values, for a shape that cannot be built.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    num_key_value_heads: int | None = None  # None: as many as query heads (MHA); 1 is MQA
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 32768  # the context limit, in tokens
+    rope_theta: float = 1e6
+    rope_scaling: dict | None = None  # None, or YaRN's {"rope_type": "yarn", "factor": ...}
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    dropout: float = 0.0  # ours: not in Qwen3
+    attention: str = "sdpa"  # ours: "sdpa" (torch's fused kernels) or "manual" (readable)
+
+    def __post_init__(self):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, int | None) and value is not None:
+                if type(value) is not int or value < 1:
+                    raise ValueError(f"{field.name} must be a whole number above 0, not {value!r}")
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even: RoPE rotates pairs")
+        if self.attention not in ("sdpa", "manual"):
+            raise ValueError(f'attention must be "sdpa" or "manual", not {self.attention!r}')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout ({self.dropout}) must be at least 0 and below 1")
+        if self.rope_scaling is not None:
+            rope_type = self.rope_scaling.get("rope_type", self.rope_scaling.get("type"))
+            if rope_type != "yarn":
+                raise ValueError(f"rope_scaling: type {rope_type!r} is not known, only 'yarn' is")
+            for name in ("factor", "original_max_position_embeddings"):
+                if not isinstance(self.rope_scaling.get(name), int | float):
+                    raise ValueError(f"rope_scaling needs a number for {name!r}")
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "GPTConfig":
+        """Read a Hugging Face `config.json`; refuse by name what is not this architecture."""
+        model_type = config.get("model_type")
+        if model_type not in ("qwen3", "minimind"):
+            raise ValueError(
+                f"model_type is {model_type!r}: only dense Qwen3 and MiniMind-3 can be read"
+            )
+        unsupported = {
+            "attention_bias": config.get("attention_bias", False),
+            "use_sliding_window": config.get("use_sliding_window", False),
+            "use_moe": config.get("use_moe", False),
+            "quantization_config": config.get("quantization_config"),
+            "layer_types": set(config.get("layer_types") or []) - {"full_attention"},
+            "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
+        }
+        for name, value in unsupported.items():
+            if value:
+                raise ValueError(f"{name} = {value!r} is another architecture than this decoder's")
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in config.items() if name in known}
+        # transformers 5 keeps theta and scaling together in `rope_parameters`; before, in two.
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        values["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta", cls.rope_theta))
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        values["rope_scaling"] = None if rope_type == "default" else rope
+        # Qwen3 itself leaves tie_word_embeddings out where it is False; MiniMind-3 ties by default.
+        values.setdefault("tie_word_embeddings", model_type == "minimind")
+        missing = [f for f in ("vocab_size", "hidden_size", "num_hidden_layers") if f not in values]
+        missing += [f for f in ("num_attention_heads", "intermediate_size") if f not in values]
+        if missing:
+            raise ValueError(f"these fields are missing: {', '.join(missing)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict:
+        """A Hugging Face `config.json` that transformers opens as Qwen3ForCausalLM."""
+        extra = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
+        return extra | {"attention_bias": False, "use_sliding_window": False} | asdict(self)
+
+
+# -------------------------------------------------------------------- where a token is: RoPE
+
+
+def rope_frequencies(config: GPTConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Angle per position of each rotated pair, (D/2,) fp32, and the factor on cos and sin.
+
+    RoPE (Su et al. 2021, section 3.2.2): theta ** (-2i / D). With rope_scaling, YaRN (Peng et al.
+    2023, section 3.2): slow pairs, which turn less than `beta_slow` times within the original
+    context, are slowed by `factor`; fast ones, above `beta_fast` turns, stay; a ramp in between.
+    """
+    D = config.head_dim
+    pair = torch.arange(0, D, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / config.rope_theta ** (pair / D)
+    if config.rope_scaling is None:
+        return frequencies, 1.0
+    scaling = config.rope_scaling
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+
+    def pair_that_turns(turns: float) -> float:
+        return D * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = pair_that_turns(scaling.get("beta_fast") or 32)
+    high = pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, D - 1)
+    ramp = (torch.arange(D // 2, device=device) - low) / max(high - low, 0.001)
+    slowed = ramp.clamp(0, 1)
+    frequencies = frequencies / factor * slowed + frequencies * (1 - slowed)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and mscale_all and factor > 1:
+            attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (
+                0.1 * mscale_all * math.log(factor) + 1.0
+            )
+    return frequencies, attention_factor
+
+
+def rope_tables(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for positions (B or 1, T): two fp32 tensors (B or 1, 1, T, D).
+
+    Made anew in each forward, always in fp32: there is no buffer that `model.to(bfloat16)` could
+    round (at position 30,000 a bf16 angle is off by whole turns) or that meta-device
+    initialisation could leave empty.
+    """
+    frequencies, attention_factor = rope_frequencies(config, positions.device)
+    angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D/2)
+    angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, D)
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D/2) of x (B, heads, T, D) by its position's angle.
+
+    This is Hugging Face's `rotate_half` pairing. Pairing neighbours (2i, 2i + 1), as the paper
+    draws it, is a different function: weights trained with one are wrong in the other.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos + turned * sin).type_as(x)
+
+
+# ------------------------------------------------------------------- what it remembers: KVCache
+
+
+class KVCache:
+    """Keys (after RoPE) and values of the tokens so far, preallocated, heads not repeated.
+
+    Size: 2 * layers * K * D * bytes per token and row. Every call to the model fills the next T
+    slots of every row; `real` says which slots hold tokens and not padding, so rows may differ in
+    length. A decode step moves the weights once and the visible slots once; it neither
+    concatenates nor copies what is already there. No gradient flows through the cache.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch_size: int,
+        max_length: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        K, D = config.num_key_value_heads, config.head_dim
+        shape = (config.num_hidden_layers, batch_size, K, max_length, D)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.real = torch.zeros(batch_size, max_length, device=device, dtype=torch.bool)
+        self.row_lengths = torch.zeros(batch_size, device=device, dtype=torch.long)  # real tokens
+        self.length = 0  # slots filled, the same in every row; a host number: reading it is free
+        self.max_length = max_length
+        self.padded = False  # whether any row may hold padding
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def capacity(self, length: int) -> int:
+        """The smallest of a few sizes (256, 512, 1024, ..., max_length) that holds `length`."""
+        size = 256
+        while size < length:
+            size *= 2
+        return min(size, self.max_length)
+
+    def check_room(self, new: int) -> None:
+        if self.length + new > self.max_length:
+            raise ValueError(
+                f"the cache holds {self.length} of at most {self.max_length} tokens a row: "
+                f"there is no room for {new} more; give KVCache a larger max_length"
+            )
+
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, num_keys: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, K, T, D) at `slots` (T,); return views (B, K, num_keys, D) of what is there."""
+        self.keys[layer].index_copy_(2, slots, keys.detach().to(self.keys.dtype))
+        self.values[layer].index_copy_(2, slots, values.detach().to(self.values.dtype))
+        return self.keys[layer, :, :, :num_keys], self.values[layer, :, :, :num_keys]
+
+    def truncate(self, length: int) -> None:
+        """Forget all slots from `length` on: for the next turn of a chat, or for another try."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
+        self.real[:, length:] = False
+        self.row_lengths = self.real.sum(dim=1)
+        self.length = length
+        self.padded = self.padded and length > 0
+
+    def reset(self) -> None:
+        self.truncate(0)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only `rows` (indices), in that order; an index given twice copies its row."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.real, self.row_lengths = self.real[rows], self.row_lengths[rows]
+
+
+# --------------------------------------------------------------- who may look at whom
+
+
+@dataclass
+class AttentionPlan:
+    """What every layer of one forward needs to know. Made once, above the layers.
+
+    One rule makes all masks: a query at position p sees a key at position q if and only if q <= p
+    and the key is a real token. Positions count real tokens, so the rule is the same for padding on
+    either side, for a cache, and for several new tokens behind a past.
+      - Right padding without a mask is already right: pads stand behind every real token, so no
+        real query can see one; and their own outputs are never read (labels there are -100).
+      - Left padding needs the mask: pads stand before the real tokens, where these would see them.
+    """
+
+    cos: Tensor  # (B or 1, 1, T, D) fp32
+    sin: Tensor
+    visible: Tensor | None  # (B, 1, T, S) bool, True where the query may look; None: no mask needed
+    is_causal: bool  # True: S == T and the mask is the plain triangle, which SDPA knows by itself
+    cache: KVCache | None
+    slots: Tensor | None  # (T,) where the new keys go
+    num_keys: int  # S, how many slots the queries read
+    weights: list[Tensor] | None = None  # attention_weights() collects here
+
+
+def plan_attention(
+    config: GPTConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cache: KVCache | None,
+    keep_weights: bool = False,
+) -> AttentionPlan:
+    """Choose the path from shapes and flags alone, on the host: looking at a mask's values here
+    (`mask.all()`) would make a GPU wait. The four cases:
+
+    1. no mask, empty cache:                SDPA's own causal triangle
+    2. one new token a row, no padding:     no mask, every cached key is visible
+    3. a decode step of fixed shape:        GPT.decode_step plans that itself
+    4. anything else, and "manual":         a boolean mask from positions, shared by all layers
+    """
+    B, T = input_ids.shape
+    device = input_ids.device
+    past = cache.length if cache is not None else 0
+    if T == 0:
+        raise ValueError("input_ids is empty: its shape is (B, T) with T of at least 1")
+    if attention_mask is not None and attention_mask.shape != (B, past + T):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, but input_ids {(B, T)} "
+            f"behind {past} cached tokens need {(B, past + T)}"
+        )
+    slots = None
+    if cache is not None:
+        cache.check_room(T)
+        slots = torch.arange(past, past + T, device=device)
+        cache.padded = cache.padded or attention_mask is not None
+        if attention_mask is not None:
+            cache.real[:, : past + T] = attention_mask.bool()
+        else:
+            cache.real[:, past : past + T] = True
+        cache.row_lengths = cache.real.sum(dim=1)
+        cache.length = past + T
+
+    padded = attention_mask is not None or (cache is not None and cache.padded)
+    if padded:
+        real = cache.real[:, : past + T] if cache is not None else attention_mask.bool()
+        key_positions = real.cumsum(dim=1) - real.long()  # (B, S): real tokens before each slot
+    else:
+        real = None
+        key_positions = torch.arange(past + T, device=device)[None]  # (1, S)
+    positions = key_positions[:, past:]  # (B or 1, T)
+    cos, sin = rope_tables(config, positions)
+
+    explicit = padded or keep_weights or config.attention == "manual"
+    is_causal = past == 0 and not explicit
+    visible = None
+    if explicit or (past > 0 and T > 1):
+        visible = key_positions[:, None, None, :] <= positions[:, None, :, None]  # (B, 1, T, S)
+        if real is not None:
+            visible = visible & real[:, None, None, :]
+    weights = [] if keep_weights else None
+    return AttentionPlan(cos, sin, visible, is_causal, cache, slots, past + T, weights)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, dropout: float
+) -> Tensor:
+    """Attention by torch's fused kernels. q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D).
+
+    Query head h reads key/value head h // G. A query that sees nothing gets zeros.
+    """
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    if T == 1 and dropout == 0:
+        # The G heads of a group ask the same keys: as G queries of one head, nothing is repeated.
+        q = q.view(B, K, H // K, D)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return out.view(B, H, 1, D)
+    if visible is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=is_causal, enable_gqa=H != K
+        )
+    if q.is_cuda and H != K:
+        # With a mask, enable_gqa would fall back to the slow math kernel on CUDA.
+        k = k.repeat_interleave(H // K, dim=1)
+        v = v.repeat_interleave(H // K, dim=1)
+    # Kernels differ in what they return for a query without keys (zeros, NaN): such a query looks
+    # at every key instead, and its output is set to zero.
+    sees_something = visible.any(dim=-1, keepdim=True)  # (B, 1, T, 1)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible | ~sees_something, dropout_p=dropout, enable_gqa=k.shape[1] != H
+    )
+    return out * sees_something
+
+
+def attend_manually(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """The same in the open: Vaswani et al. 2017, equation 1. Also returns the weights (B, H, T, S).
+
+    Why 1 / sqrt(D): the dot product of two random vectors of D unit-variance entries has variance
+    D; unscaled, softmax would start out saturated, with no gradient.
+    """
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    q = q.reshape(B, K, H // K, T, D)  # (B, K, G, T, D): each group beside its key/value head
+    scores = q @ k[:, :, None].transpose(-2, -1) / math.sqrt(D)  # (B, K, G, T, S)
+    visible = visible[:, :, None]  # (B, 1, 1, T, S)
+    scores = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min)
+    weights = scores.softmax(dim=-1) * visible  # times visible: a query without keys gets zeros
+    dropped = F.dropout(weights, dropout)
+    out = dropped.to(v.dtype) @ v[:, :, None]  # (B, K, G, T, D)
+    return out.reshape(B, H, T, D), weights.reshape(B, H, T, S)
+
+
+# ------------------------------------------------------------------------------ the layers
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 whatever the dtype of x (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * self.weight).type_as(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with QK-Norm (Henry et al. 2020) and RoPE.
+
+    QK-Norm keeps the scores' scale in hand: without it, q and k can grow during training until
+    softmax saturates. It stands before RoPE. A rotation leaves the rms alone, so the two orders
+    would be the same function as long as the norm's weight is equal within each rotated pair; a
+    trained weight is not, so the order is part of the checkpoint format.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        C, D = config.hidden_size, config.head_dim
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(C, H * D, bias=False)
+        self.k_proj = nn.Linear(C, K * D, bias=False)
+        self.v_proj = nn.Linear(C, K * D, bias=False)
+        self.o_proj = nn.Linear(H * D, C, bias=False)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
+        B, T, _ = x.shape
+        D = self.config.head_dim
+        dropout = self.config.dropout if self.training else 0.0
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, D)).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, D)).transpose(1, 2)  # (B, K, T, D)
+        v = self.v_proj(x).view(B, T, -1, D).transpose(1, 2)  # (B, K, T, D)
+        q = rotate(q, plan.cos, plan.sin)
+        k = rotate(k, plan.cos, plan.sin)
+        if plan.cache is not None:
+            k, v = plan.cache.update(self.layer, k, v, plan.slots, plan.num_keys)  # (B, K, S, D)
+        if self.config.attention == "manual" or plan.weights is not None:
+            out, weights = attend_manually(q, k, v, plan.visible, dropout)
+            if plan.weights is not None:
+                plan.weights.append(weights)
+        else:
+            out = attend(q, k, v, plan.visible, plan.is_causal, dropout)
+        out = out.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * D)
+        return F.dropout(self.o_proj(out), dropout, self.training)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020): a gate decides, entry by entry, what of `up` passes."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm: each half reads a normed copy of the stream and adds its answer to the stream."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), plan)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm: (B, T) ids -> (B, T, C). Called `model` in the checkpoint."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.recompute_activations = False  # trade a second forward for the memory of the first
+
+    def forward(self, input_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        x = self.embed_tokens(input_ids)  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for layer in self.layers:
+            if self.recompute_activations and self.training:
+                x = checkpoint(layer, x, plan, use_reentrant=False)
+            else:
+                x = layer(x, plan)
+        return self.norm(x)
+
+
+# ---------------------------------------------------------------------------------- the loss
+
+# Logits held at once, in fp32 entries: 2**26 are 256 MiB, 441 rows of Qwen3's vocabulary.
+LOGITS_AT_ONCE = 2**26
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """sum of cross_entropy(hidden @ weight.T, targets) without ever holding all the logits.
+
+    hidden (N, C), weight (V, C), targets (N,) with -100 for "not counted" -> () fp32. The gradient
+    of a chunk of rows is made while its logits are there, in the forward; the backward only scales
+    it. Matrix products run in autocast's dtype, softmax and sums in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(dtype)
+            loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
+            if needs_grad:
+                grad_hidden = torch.empty_like(hidden)
+                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
+            for start in range(0, hidden.shape[0], rows):
+                h = hidden[start : start + rows].to(dtype)  # (n, C)
+                target = targets[start : start + rows, None]  # (n, 1)
+                counted = target != -100
+                target = target.clamp(min=0)
+                logits = (h @ w.T).float()  # (n, V)
+                total = logits.logsumexp(dim=-1, keepdim=True)
+                loss += ((total - logits.gather(1, target)) * counted).sum()
+                if needs_grad:
+                    # d loss / d logits = softmax - onehot, in rows that count
+                    grad = logits.sub_(total).exp_()
+                    grad.scatter_add_(1, target, torch.full_like(total, -1.0))
+                    grad = grad.mul_(counted).to(dtype)
+                    grad_hidden[start : start + rows] = grad @ w
+                    grad_weight += grad.T @ h
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+
+
+# --------------------------------------------------------------------------------- the model
+
+
+class GPT(nn.Module):
+    """The language model: a Decoder and the head that turns its output into logits."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Give every parameter its first value. Also to be called after meta-device `to_empty`.
+
+        | parameter         | value                   | why                                   |
+        | ----------------- | ----------------------- | ------------------------------------- |
+        | norms             | 1                       | start as plain normalisation          |
+        | embedding, head   | N(0, 0.02)              | logits near 0, so the loss is ln V    |
+        | q k v gate up     | N(0, 1/sqrt(inputs))    | keeps unit variance                   |
+        | o_proj, down_proj | that / sqrt(2 * layers) | the stream sums 2 * layers of these   |
+
+        Zero for o_proj and down_proj, a common choice, is wrong with tied embeddings: the stream
+        would be the token's own embedding, its logit with itself |e| * sqrt(C) = 0.02 * C, and the
+        first loss far above ln V.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.normal_(0.0, 0.02)
+            else:
+                std = parameter.shape[1] ** -0.5
+                if "o_proj" in name or "down_proj" in name:
+                    std /= math.sqrt(2 * self.config.num_hidden_layers)
+                parameter.normal_(0.0, std)
+
+    def num_parameters(self) -> int:
+        """Weights in the checkpoint; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        logits_to_keep: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits, or with labels the loss.
+
+        input_ids       (B, T) int64
+        labels          (B, T) int64, aligned with input_ids and shifted here; -100 is not counted
+        attention_mask  (B, past + T), 1 real and 0 padding, on either side; None: all real
+        cache           appended to, T slots in every row
+        logits_to_keep  only the last so many positions' logits; None: all
+
+        Returns logits (B, T or logits_to_keep, V) in the model's dtype. With labels: the sum of the
+        losses, () fp32, and the number of targets, () int64. The sum, so that the caller can divide
+        by the targets of a whole step, over micro-batches and ranks. A target is counted only where
+        its query is a real token too: a pad before a left-padded row predicts nothing.
+
+        Raises ValueError for a mask of another shape and for a cache without room.
+        """
+        plan = plan_attention(self.config, input_ids, attention_mask, cache)
+        hidden = self.model(input_ids, plan)  # (B, T, C)
+        if labels is None:
+            if logits_to_keep is not None:
+                hidden = hidden[:, -logits_to_keep:]
+            return self.lm_head(hidden)  # (B, T, V)
+        targets = labels[:, 1:]  # (B, T - 1): position t is asked for token t + 1
+        if attention_mask is not None:
+            query_is_real = attention_mask[:, -input_ids.shape[1] : -1].bool()
+            targets = targets.masked_fill(~query_is_real, -100)
+        targets = targets.flatten()  # (N,)
+        hidden = hidden[:, :-1].flatten(0, 1)  # (N, C)
+        needs_grad = torch.is_grad_enabled()
+        loss_sum = LinearCrossEntropy.apply(hidden, self.lm_head.weight, targets, needs_grad)
+        return loss_sum, (targets != -100).sum()
+
+    def decode_step(self, input_ids: Tensor, cache: KVCache, slot: Tensor, num_keys: int) -> Tensor:
+        """One token a row, in a fixed shape: for torch.compile and CUDA graphs. -> (B, 1, V)
+
+        `slot` (1,) int64 is where the token goes, as a tensor, so that one compiled graph serves
+        every position; `num_keys` is cache.capacity(slot + 1), so that a short row reads only a
+        small part of a large cache. The caller counts: `cache.length += 1` after each step.
+        Bytes moved: the weights, and num_keys slots of the cache.
+        """
+        cache.real.index_fill_(1, slot, True)
+        positions = cache.row_lengths[:, None]  # (B, 1)
+        cos, sin = rope_tables(self.config, positions)
+        cache.row_lengths += 1
+        # All cached tokens lie before this one; slots not yet written are not real.
+        visible = cache.real[:, None, None, :num_keys]  # (B, 1, 1, S)
+        plan = AttentionPlan(cos, sin, visible, False, cache, slot, num_keys)
+        return self.lm_head(self.model(input_ids, plan))
+
+    @torch.no_grad()
+    def attention_weights(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> list[Tensor]:
+        """Each layer's attention weights, (B, H, T, T) fp32: who looks at whom, and how much."""
+        plan = plan_attention(self.config, input_ids, attention_mask, None, keep_weights=True)
+        self.model(input_ids, plan)
+        return plan.weights
+
+    # ------------------------------------------------------------------------ checkpoints
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write `config.json` and `model.safetensors`: a Hugging Face model directory."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = self.config.to_dict()
+        config["dtype"] = str(self.lm_head.weight.dtype).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]  # the same tensor as embed_tokens.weight
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory_or_hub_id: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> "GPT":
+        """Read a Hugging Face directory of a dense Qwen3 or MiniMind-3; dtype None: as stored.
+
+        Names and shapes are compared before any memory is taken, then tensors are copied one by
+        one, so that the peak is the weights and one tensor. Only `config.json` and safetensors
+        files are read, which are data and never code.
+
+        Raises FileNotFoundError where there is no checkpoint, and ValueError, naming the file and
+        the field or tensor, for another architecture, for a missing, extra or misshapen tensor, and
+        for a file that is cut short.
+        """
+        directory = local_directory(directory_or_hub_id)
+        try:
+            config = GPTConfig.from_dict(json.loads((directory / "config.json").read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{directory / 'config.json'}: {error}") from error
+        where = tensor_files(directory)
+        if config.num_hidden_layers > len(where):
+            raise ValueError(
+                f"{directory}: config.json says num_hidden_layers = {config.num_hidden_layers}, "
+                f"but the weights are only {len(where)} tensors"
+            )
+        with torch.device("meta"):
+            model = cls(config)
+        expected = model.state_dict()
+        if config.tie_word_embeddings:
+            del expected["lm_head.weight"]
+            where.pop("lm_head.weight", None)  # some releases store the tied head twice
+        for name in sorted(expected.keys() | where.keys()):
+            if name not in where:
+                raise ValueError(f"{directory}: tensor {name} is missing")
+            if name not in expected:
+                raise ValueError(f"{where[name][0]}: tensor {name} is not part of this model")
+            if where[name][1] != tuple(expected[name].shape):
+                raise ValueError(
+                    f"{where[name][0]}: tensor {name} has shape {where[name][1]}, "
+                    f"but config.json asks for {tuple(expected[name].shape)}"
+                )
+        loaded = {}
+        for name, (file, _) in where.items():
+            # Opened anew for each: one handle would keep every page that it has read in memory.
+            with safe_open(file, framework="pt") as tensors:
+                stored = tensors.get_tensor(name)
+            loaded[name] = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
+            loaded[name].copy_(stored)
+        if config.tie_word_embeddings:
+            loaded["lm_head.weight"] = loaded["model.embed_tokens.weight"]
+        model.load_state_dict(loaded, assign=True)
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return model.eval()
+
+
+def local_directory(directory_or_hub_id: str | Path) -> Path:
+    """The directory itself, or the hub's files for an id such as "Qwen/Qwen3-0.6B"."""
+    directory = Path(directory_or_hub_id)
+    if not directory.exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+
+        try:
+            wanted = ["*.json", "*.safetensors"]
+            return Path(snapshot_download(str(directory_or_hub_id), allow_patterns=wanted))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise FileNotFoundError(
+                f"{directory_or_hub_id} is not a directory here, and the Hugging Face hub gave none"
+            ) from error
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} holds no config.json: it is not a model directory")
+    return directory
+
+
+def tensor_files(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Each stored tensor's file and shape, read from the headers of the safetensors files alone."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    where = {}
+    for name in names:
+        file = directory / name
+        if file.parent != directory:
+            raise ValueError(f"{index}: {name!r} lies outside the model directory")
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    where[key] = (file, tuple(tensors.get_slice(key).get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is cut short or not a safetensors file ({error})") from error
+    return where
