@@ -1,0 +1,20 @@
+"""Fine-tunes a model on a file of instructions.
+
+  python train.py configs/instructions_sft.py --data=PATH/instructions.json --init_from=out/tiny
+
+Rows are {"instruction", "input", "output"}, or chats. Start from whatever you have trained.
+"""
+
+data = "instructions.json"
+init_from = "out/tiny"
+max_seq_len = 256
+
+max_steps = 300
+batch_size = 4
+optimizer = "muon"
+learning_rate = 3e-3
+embedding_learning_rate = 1e-3
+warmup_steps = 20
+
+eval_every = 100
+save_every = 300

@@ -1,0 +1,28 @@
+"""Bytes of Shakespeare: nanoGPT's CPU recipe on this decoder.
+
+  python train.py configs/shakespeare_char.py --data=PATH/tinyshakespeare.txt
+
+The first 90% of the text trains, the last 10% validates.
+"""
+
+data = "tinyshakespeare.txt"
+tokenizer = "bytes"
+max_seq_len = 64
+sample_prompt = "ROMEO:"
+sample_tokens = 200
+
+hidden_size = 128
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 384
+
+max_steps = 2000
+batch_size = 12
+optimizer = "muon"
+learning_rate = 1e-2
+embedding_learning_rate = 3e-3
+warmup_steps = 100
+
+eval_every = 500
+save_every = 1000

@@ -1,0 +1,432 @@
+"""The training loop: the right loss, exact resume, nothing lost, and a sentence for each mistake.
+
+Everything runs the real program, `train.main`, on a little corpus in tmp_path.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import train
+from config import TrainConfig, UserError, parse_config, run_program
+from model import GPT, GPTConfig
+
+REPO = Path(__file__).parent.parent
+SHAPE = ["--hidden_size=16", "--num_hidden_layers=2", "--num_attention_heads=2"]
+SHAPE += ["--num_key_value_heads=1", "--intermediate_size=24", "--max_seq_len=24"]
+QUICK = ["--tokenizer=bytes", "--batch_size=4", "--device=cpu", "--warmup_steps=2"]
+QUICK += ["--sample_tokens=4", "--learning_rate=1e-2"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch) -> Path:
+    """A directory with 40 texts of 3 to 20 characters to train on and 8 to validate on."""
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(0)
+    texts = ["".join(rng.choice("abcde ") for _ in range(rng.randint(3, 20))) for _ in range(48)]
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    for name, part in (("train", texts[:40]), ("val", texts[40:])):
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (directory / f"{name}.jsonl").write_text(rows)
+    return directory
+
+
+def run(corpus: Path, out_dir: str, *flags: str) -> Path:
+    train.main([f"--data={corpus}", f"--out_dir={out_dir}", *SHAPE, *QUICK, *flags])
+    return checkpoint.saved_steps(Path(out_dir))[-1]
+
+
+def digest(step: Path) -> str:
+    return hashlib.sha256((step / "model.safetensors").read_bytes()).hexdigest()
+
+
+def metrics(out_dir: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def failure(capsys, *arguments: str) -> str:
+    """Run the program as the command line does; return the sentence that it ends with."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        run_program(train.main)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return printed
+
+
+# ------------------------------------------------------------------------------ the right loss
+
+
+def ragged_batch(rows: int = 8, T: int = 12) -> dict:
+    """Rows with 0 to T - 1 supervised targets; the first has none (invariant 11)."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, 50, (rows, T), generator=generator)
+    labels = input_ids.clone()
+    for row in range(rows):
+        labels[row, row + 1 :] = -100
+    return {"input_ids": input_ids, "labels": labels, "num_tokens": rows * T}
+
+
+def rows_of(batch: dict, start: int, stop: int) -> dict:
+    part = {name: batch[name][start:stop] for name in ("input_ids", "labels")}
+    return part | {"num_tokens": part["input_ids"].numel()}
+
+
+def tiny_gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(50, 16, 2, 2, 24, num_key_value_heads=1))
+
+
+def gradients(window: list[dict]) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients) of one step over the micro-batches, as take_step makes them."""
+    model = tiny_gpt()
+    config = TrainConfig(grad_clip=0)
+    machine = train.Machine(torch.device("cpu"), torch.float32, "", 0, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss, _, _ = train.take_step(model, [optimizer], scaler, window, machine, config)
+    return loss, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+
+def test_inv10_micro_batches_give_the_gradient_of_the_whole_batch():
+    batch = ragged_batch()
+    model = tiny_gpt()
+    logits = model(batch["input_ids"])[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+    expected.backward()
+    for size in (8, 4, 3, 1):
+        window = [rows_of(batch, start, start + size) for start in range(0, 8, size)]
+        loss, grads = gradients(window)
+        assert loss == pytest.approx(expected.item(), abs=1e-6)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_inv11_a_step_without_targets_is_finite_and_changes_nothing():
+    batch = ragged_batch()
+    batch["labels"].fill_(-100)
+    loss, grads = gradients([batch])
+    assert loss == 0
+    assert all((grad == 0).all() for grad in grads.values())
+
+
+RANK_PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+sys.path[:0] = [{repo!r}, {tests!r}]
+import test_train as t, train
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+machine = train.Machine(torch.device("cpu"), torch.float32, "", rank, world)
+model = t.tiny_gpt()
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+before = {{name: p.detach().clone() for name, p in model.named_parameters()}}
+batch = t.ragged_batch()
+mine = t.rows_of(batch, 0, 3) if rank == 0 else t.rows_of(batch, 3, 8)  # uneven
+window = [t.rows_of(mine, 0, 1), t.rows_of(mine, 1, 9)]
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+config = train.TrainConfig(grad_clip=0)
+loss, _, targets = train.take_step(
+    DistributedDataParallel(model), [optimizer], scaler, window, machine, config)
+grads = {{name: before[name] - p.detach() for name, p in model.named_parameters()}}
+if rank == 0:
+    torch.save([loss, targets, grads], {out!r})
+dist.destroy_process_group()
+"""
+
+
+def test_inv10_two_processes_give_the_gradient_of_one(tmp_path):
+    out = tmp_path / "rank0.pt"
+    program = tmp_path / "program.py"
+    tests = str(Path(__file__).parent)
+    program.write_text(RANK_PROGRAM.format(repo=str(REPO), tests=tests, out=str(out)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, "--master_port=0", "--standalone", str(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    loss, targets, grads = torch.load(out, weights_only=True)
+    expected_loss, expected = gradients([ragged_batch()])
+    assert targets == sum(range(8))
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-4)
+
+
+# -------------------------------------------------------------------------------- exact resume
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_inv12_resuming_gives_the_bits_of_the_undisturbed_run(corpus, optimizer):
+    """Across an epoch boundary (40 rows, batches of some 4), with dropout and accumulation."""
+    flags = [f"--optimizer={optimizer}", "--dropout=0.1", "--grad_accum=2", "--schedule=wsd"]
+    flags += ["--save_every=7", "--eval_every=5", "--log_every=1", "--max_steps=14"]
+    whole = run(corpus, "whole", *flags)
+    with pytest.MonkeyPatch.context() as patch:
+        # Killed in step 10: after the checkpoint of step 7, with steps 8 and 9 already logged.
+        real, calls = train.take_step, []
+
+        def killed(*arguments):
+            calls.append(None)
+            if len(calls) == 10:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        patch.setattr(train, "take_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus, "halves", *flags)
+    assert [step.name for step in checkpoint.saved_steps(Path("halves"))] == ["step_00000007"]
+    resumed = run(corpus, "halves", *flags, "--resume=True")
+    assert resumed.name == whole.name == "step_00000014"
+    assert digest(resumed) == digest(whole)
+    for name in ("loss", "val_loss", "lr", "grad_norm", "tokens", "targets"):
+        first = [line.get(name) for line in metrics("whole")]
+        assert [line.get(name) for line in metrics("halves")] == first
+
+
+def test_resume_keeps_the_runs_own_options(corpus):
+    run(corpus, "out/a", "--max_steps=3", "--dropout=0.25")
+    config = parse_config(TrainConfig, ["--out_dir=out/a", "--resume=True", "--max_steps=9"])
+    assert (config.dropout, config.hidden_size, config.max_steps) == (0.25, 16, 9)
+
+
+def test_resume_refuses_to_change_what_the_run_is(corpus):
+    run(corpus, "out/a", "--max_steps=2")
+    with pytest.raises(UserError, match="seed = 1337.*out_dir"):
+        run(corpus, "out/a", "--max_steps=4", "--resume=True", "--seed=2")
+    run(corpus, "out/a", "--max_steps=4", "--resume=True")  # longer is allowed
+    assert metrics("out/a")[-1]["step"] == 4
+
+
+def test_resume_where_there_is_no_run_starts_one(corpus):
+    assert run(corpus, "out/new", "--max_steps=2", "--resume=True").name == "step_00000002"
+
+
+def test_ctrl_c_finishes_the_step_saves_and_resumes_exactly(corpus, capsys):
+    flags = ["--max_steps=6", "--save_every=100", "--eval_every=100"]
+    whole = run(corpus, "whole", *flags)
+    with pytest.MonkeyPatch.context() as patch:
+        real = train.take_step
+
+        def interrupted(*arguments):
+            os.kill(os.getpid(), signal.SIGINT)
+            return real(*arguments)
+
+        patch.setattr(train, "take_step", interrupted)
+        stopped = run(corpus, "stopped", *flags)
+    assert stopped.name == "step_00000001"
+    assert "--resume" in capsys.readouterr().out
+    assert digest(run(corpus, "stopped", *flags, "--resume=True")) == digest(whole)
+
+
+# --------------------------------------------------------------------------------- nothing lost
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(corpus, monkeypatch):
+    real = train.take_step
+    calls = []
+
+    def poisoned(forward, *rest):
+        calls.append(None)
+        weight = forward.model.norm.weight
+        if len(calls) == 2:
+            kept = weight.detach().clone()
+            weight.data.fill_(float("inf"))
+            result = real(forward, *rest)
+            weight.data.copy_(kept)
+            return result
+        return real(forward, *rest)
+
+    monkeypatch.setattr(train, "take_step", poisoned)
+    step = run(corpus, "out/a", "--max_steps=3", "--log_every=1")
+    lines = metrics("out/a")
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1]
+    assert all(t.isfinite().all() for t in load_file(step / "model.safetensors").values())
+
+
+def test_too_many_bad_steps_in_a_row_stop_with_the_last_good_checkpoint(corpus, monkeypatch):
+    real = train.take_step
+    bad = (float("nan"), float("nan"), 1)
+    calls = []
+
+    def poisoned(*arguments):
+        calls.append(None)
+        return real(*arguments) if len(calls) <= 2 else bad
+
+    monkeypatch.setattr(train, "take_step", poisoned)
+    with pytest.raises(UserError, match="20 times in a row.*step_00000002"):
+        run(corpus, "out/a", "--max_steps=99", "--save_every=2")
+    assert checkpoint.saved_steps(Path("out/a"))[-1].name == "step_00000002"
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(corpus, monkeypatch):
+    run(corpus, "out/a", "--max_steps=2")
+    before = digest(Path("out/a/step_00000002"))
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match="No space left.*last good checkpoint is .*step_00000002"):
+        run(corpus, "out/a", "--max_steps=4", "--resume=True")
+    assert digest(Path("out/a/step_00000002")) == before
+    assert [path.name for path in Path("out/a").glob(".partial*")] == []
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(corpus, monkeypatch):
+    losses = iter([3.0, 1.0, 2.0, 2.5, 2.7])
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(losses))
+    run(corpus, "out/a", "--max_steps=5", "--eval_every=1", "--save_every=1")
+    kept = [int(step.name[5:]) for step in checkpoint.saved_steps(Path("out/a"))]
+    assert kept == [2, 4, 5]
+
+
+def test_the_last_step_evaluates_and_saves(corpus):
+    """Invariant 13, with intervals that do not divide the number of steps."""
+    step = run(corpus, "out/a", "--max_steps=5", "--eval_every=3", "--save_every=4")
+    assert step.name == "step_00000005"
+    evaluated = [line["step"] for line in metrics("out/a") if "val_loss" in line]
+    assert evaluated == [3, 5]
+    assert (Path("out/a") / "loss.png").stat().st_size > 1000
+
+
+def test_evaluation_is_the_mean_over_all_targets(corpus):
+    step = run(corpus, "out/a", "--max_steps=2", "--batch_size=1")
+    model = GPT.from_pretrained(step)
+    total = targets = 0
+    for line in (corpus / "val.jsonl").read_text().splitlines():
+        tokenizer = train.Tokenizer.load(step)
+        input_ids = torch.tensor([tokenizer.encode_document(json.loads(line)["text"])])
+        logits = model(input_ids)[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, input_ids[0, 1:], reduction="sum").item()
+        targets += input_ids.shape[1] - 1
+    assert metrics("out/a")[-1]["val_loss"] == pytest.approx(total / targets, abs=1e-5)
+
+
+def test_metrics_have_the_fields_of_the_contract(corpus):
+    (corpus / "floor.json").write_text(json.dumps({"val_nats": 10.0, "val_stories": 8}))
+    run(corpus, "out/a", "--max_steps=4", "--log_every=1", "--eval_every=4")
+    last = metrics("out/a")[-1]
+    contract = "step loss val_loss val_ppl floor lr grad_norm tokens targets seconds"
+    assert set(contract.split()) <= set(last)
+    targets = sum(len(json.loads(x)["text"]) + 1 for x in (corpus / "val.jsonl").open())
+    assert last["floor"] == pytest.approx(10.0 / targets)
+
+
+# ----------------------------------------------------------------------- schedule and optimizers
+
+
+def test_inv13_the_learning_rate_is_a_function_of_the_step_alone():
+    cosine = TrainConfig(max_steps=100, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1)
+    assert train.schedule(0, cosine) == pytest.approx(0.1)
+    assert train.schedule(9, cosine) == 1.0
+    assert train.schedule(55, cosine) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert train.schedule(100, cosine) == pytest.approx(0.1)
+    wsd = TrainConfig(max_steps=100, warmup_steps=10, schedule="wsd", decay_fraction=0.2)
+    assert [train.schedule(step, wsd) for step in (9, 50, 80)] == [1.0, 1.0, 1.0]
+    assert train.schedule(90, wsd) == pytest.approx(0.5)
+    assert train.schedule(100, wsd) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_optimised_once_and_only_matrices_decay(optimizer, tied):
+    model = GPT(GPTConfig(50, 16, 2, 2, 24, tie_word_embeddings=tied))
+    config = TrainConfig(optimizer=optimizer, weight_decay=0.1)
+    groups = [g for o in train.make_optimizers(model, config) for g in o.param_groups]
+    ids = [id(p) for group in groups for p in group["params"]]
+    assert sorted(ids) == sorted({id(p) for p in model.parameters()})
+    for group in groups:
+        for parameter in group["params"]:
+            assert group["weight_decay"] == (0.1 if parameter.dim() == 2 else 0.0)
+
+
+def test_inv14_a_compiled_run_writes_the_checkpoint_of_a_plain_one(corpus, monkeypatch):
+    plain = run(corpus, "out/plain", "--max_steps=2")
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="eager"))
+    compiled = run(corpus, "out/compiled", "--max_steps=2", "--compile=True")
+    first, second = (load_file(step / "model.safetensors") for step in (plain, compiled))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor)
+    run(corpus, "out/plain", "--max_steps=3", "--resume=True", "--compile=True")
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+def test_an_existing_run_is_neither_overwritten_nor_continued(corpus, capsys):
+    step = run(corpus, "out/a", "--max_steps=2")
+    before = digest(step)
+    flags = [f"--data={corpus}", "--out_dir=out/a", *SHAPE, *QUICK]
+    said = failure(capsys, *flags)
+    assert "already holds a run" in said and "--resume" in said and "--out_dir=out/a_2" in said
+    assert digest(step) == before
+
+
+def test_mistakes_in_a_config_file_are_named(corpus, capsys):
+    Path("c.py").write_text("max_stpes = 3\n")
+    assert "no option max_stpes; did you mean max_steps?" in failure(capsys, "c.py")
+    Path("c.py").write_text("max_steps = 3.5\n")
+    assert "max_steps = 3.5, but it must be int" in failure(capsys, "c.py")
+    Path("c.py").write_text("max_steps = = 3\n")
+    assert "c.py, line 1" in failure(capsys, "c.py")
+    Path("c.py").write_text("max_steps = 1 / 0\n")
+    assert "ZeroDivisionError" in failure(capsys, "c.py")
+    assert "nowhere.py does not exist" in failure(capsys, "nowhere.py")
+
+
+def test_mistakes_in_flags_are_named(corpus, capsys):
+    assert "did you mean --max_steps?" in failure(capsys, "--max-stpes=3")
+    assert "max_steps = 0" in failure(capsys, "--max_steps=0", f"--data={corpus}")
+    assert "max-steps" in failure(capsys, "--max_steps=many")
+    heads = ("--num_attention_heads=3", "--num_key_value_heads=2")
+    said = failure(capsys, f"--data={corpus}", *SHAPE, *QUICK, *heads)
+    assert "num_attention_heads (3)" in said and "num_key_value_heads (2)" in said
+    assert "--device=cuda:77 cannot be used" in failure(capsys, "--device=cuda:77")
+
+
+def test_mistakes_in_data_are_named_and_nothing_is_written(corpus, capsys):
+    assert "missing.jsonl" in failure(capsys, "--data=missing.jsonl", *QUICK)
+    Path("empty.jsonl").touch()
+    assert "empty.jsonl" in failure(capsys, "--data=empty.jsonl", *QUICK)
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    said = failure(capsys, "--data=bad.jsonl", *QUICK)
+    assert "bad.jsonl, line 2" in said and "text" in said
+    said = failure(capsys, f"--data={corpus}", "--init_from=out/nothing", *QUICK)
+    assert "out/nothing does not exist" in said
+    assert not Path("out").exists()
+
+
+def test_a_context_beyond_the_models_is_refused(corpus):
+    run(corpus, "out/a", "--max_steps=1")
+    with pytest.raises(UserError, match="max_seq_len.*24"):
+        train.main([f"--data={corpus}", "--out_dir=out/b", "--init_from=out/a", "--max_seq_len=99"])
+
+
+def test_init_from_uses_the_checkpoints_weights_shape_and_tokenizer(corpus):
+    first = run(corpus, "out/a", "--max_steps=1")
+    train.main(
+        [f"--data={corpus}", "--out_dir=out/b", "--init_from=out/a", "--max_seq_len=24"]
+        + ["--max_steps=1", "--learning_rate=0", "--device=cpu", "--sample_tokens=0"]
+    )
+    assert digest(first) == digest(checkpoint.saved_steps(Path("out/b"))[-1])

@@ -1,0 +1,572 @@
+"""Train a GPT:  python train.py configs/tiny.py   (--help lists every option)
+
+One story. `train` is its spine; what it calls stands below it, in the order in which it is called:
+  1. the machine      device, dtype, processes
+  2. the data         corpus, tokenizer, rows, batches
+  3. the model        from scratch, from a checkpoint, or from where this run stopped
+  4. the optimizers   AdamW, or Muon for the blocks' matrices; the learning rate's schedule
+  5. the loop         take a step; evaluate and sample; save
+"""
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+from config import TrainConfig, UserError, check_values, choose_device, parse_config, run_program
+from data import tinyworld
+from data.batches import Batches
+from data.dataset import TokenRows, load_dataset, training_texts
+from data.tokenizer import Tokenizer
+from model import GPT, GPTConfig
+from report import Report
+from sample import generate
+
+CACHE = Path("data/cache")
+BAD_STEPS_IN_A_ROW = 20  # after so many steps with a loss or gradient that is not finite, stop
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Saved with each checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # real tokens seen, padding not counted
+    targets: int = 0  # supervised ones among them
+    seconds: float = 0.0  # of wall clock, evaluations included
+    skipped_steps: int = 0  # whose loss or gradient was not finite
+    val_loss: float | None = None  # at this step, where it was evaluated
+
+
+def train(config: TrainConfig) -> None:
+    """Run one configuration from its beginning, or from where it stopped, to its end.
+
+    Raises UserError for a mistake in the configuration or the data; nothing is written then.
+    """
+    check_values(config)
+    run = Path(config.out_dir)
+    resume_from = find_resume_point(run, config)
+
+    # 1. the machine
+
+    machine = Machine.start(config)
+    say = print if machine.is_main else (lambda *_: None)
+    say(f"device      {machine.device}, {machine.reason}")
+
+    # 2. the data
+
+    model, tokenizer = None, None
+    if resume_from or config.init_from:
+        source = str(resume_from or config.init_from)
+        model, tokenizer, directory = checkpoint.load_model(source, machine.device, torch.float32)
+        say(f"weights     {directory}")
+    with machine.first_process_first():
+        tokenizer = choose_tokenizer(config, tokenizer)
+        train_rows, val_rows, floor = load_rows(config, tokenizer)
+    say(f"tokenizer   {tokenizer.vocab_size:,} ids")
+    say(f"training    {train_rows.report}")
+    say(f"validation  {val_rows.report}")
+    size = (config.batch_size, config.max_seq_len)
+    ranks = {"rank": machine.rank, "world_size": machine.world_size}
+    train_batches = Batches(train_rows, *size, seed=config.seed, **ranks)
+    val_batches = Batches(val_rows, *size, seed=0, shuffle=False, **ranks)
+
+    # 3. the model
+
+    torch.manual_seed(config.seed)
+    if model is None:
+        model = GPT(shape_of(config, tokenizer)).to(machine.device)
+    if config.max_seq_len > model.config.max_position_embeddings:
+        raise UserError(
+            f"max_seq_len ({config.max_seq_len}) is beyond the model's context limit, "
+            f"max_position_embeddings ({model.config.max_position_embeddings})"
+        )
+    model.config.dropout = config.dropout
+    model.config.attention = config.attention
+    model.model.recompute_activations = config.recompute_activations
+    forward, compiled = model, config.compile
+    if compiled is None:
+        compiled = machine.device.type == "cuda"
+    if compiled:
+        forward = torch.compile(forward)
+    if machine.world_size > 1:
+        forward = DistributedDataParallel(forward)
+    say(f"model       {model.num_parameters():,} parameters{', compiled' if compiled else ''}")
+
+    # 4. the optimizers
+
+    optimizers = make_optimizers(model, config)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+    progress = Progress()
+    if resume_from:
+        state = checkpoint.load_training_state(resume_from)
+        progress = Progress(**state["progress"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        scaler.load_state_dict(state["scaler"])
+        say(f"resuming    after step {progress.step:,} of {config.max_steps:,}")
+    if machine.is_main:
+        checkpoint.start_run(run, config, progress.step)
+
+    # 5. the loop
+
+    def save() -> Path:
+        state = {
+            "progress": asdict(progress),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "scaler": scaler.state_dict(),
+        }
+        with machine.first_process_first():
+            if machine.is_main:
+                checkpoint.save_checkpoint(run, model, tokenizer, state, config.keep_checkpoints)
+        return checkpoint.saved_steps(run)[-1]
+
+    report = Report(run, config, machine.is_main, progress.step)
+    stop = StopSignal()
+    micro_batches = train_batches.stream(progress.step * config.grad_accum)
+    started = time.perf_counter() - progress.seconds
+    train_loss, train_targets = 0.0, 0  # since the last evaluation
+    bad_in_a_row = 0
+    saved_in = resume_from
+    model.train()
+    while progress.step < config.max_steps and not machine.any(stop.asked):
+        # Dropout is a function of (seed, step, rank): nothing of it to save, and resuming is exact.
+        torch.manual_seed((config.seed * 1_000_003 + progress.step) * 1_009 + machine.rank)
+        lr_scale = set_learning_rate(optimizers, progress.step, config)
+        window = [next(micro_batches) for _ in range(config.grad_accum)]
+        loss, grad_norm, targets = take_step(forward, optimizers, scaler, window, machine, config)
+
+        progress.step += 1
+        progress.tokens += sum(batch["num_tokens"] for batch in window)
+        progress.targets += targets
+        progress.seconds = time.perf_counter() - started
+        progress.val_loss = None
+        if math.isfinite(grad_norm):
+            bad_in_a_row = 0
+            train_loss, train_targets = train_loss + loss * targets, train_targets + targets
+        else:
+            bad_in_a_row += 1
+            progress.skipped_steps += 1
+            if bad_in_a_row == BAD_STEPS_IN_A_ROW:
+                report.close()
+                raise UserError(
+                    f"the gradient was not finite {bad_in_a_row} times in a row, up to step "
+                    f"{progress.step}: lower --learning_rate or --grad_clip; the last good "
+                    f"checkpoint is {saved_in or 'none: nothing was saved yet'}"
+                )
+        line = asdict(progress) | {"loss": loss, "grad_norm": grad_norm}
+        line["lr"] = config.learning_rate * lr_scale
+        report.step(line)
+
+        last = progress.step == config.max_steps
+        if last or progress.step % config.eval_every == 0:
+            val_loss = evaluate(model, val_batches, config.eval_batches, machine)
+            bits = val_loss / math.log(2) * val_rows.num_targets
+            line |= {"val_loss": val_loss, "val_ppl": math.exp(min(val_loss, 700)), "floor": floor}
+            line |= {"val_bpb": bits / max(val_rows.target_bytes, 1)}
+            progress.val_loss = val_loss
+            report.write(line)
+            sample = sample_text(model, tokenizer, val_rows, config, progress.step)
+            report.evaluation(line, train_loss / max(train_targets, 1), sample)
+            train_loss, train_targets = 0.0, 0
+            model.train()
+        elif progress.step % config.log_every == 0:
+            report.write(line)
+        if last or (progress.step % config.save_every == 0 and bad_in_a_row == 0):
+            saved_in = save()
+    if progress.step < config.max_steps:
+        saved_in = save()
+    report.close()
+    stop.stop_listening()
+
+    # the end
+
+    command = shlex.join(["python", *sys.argv, *([] if config.resume else ["--resume"])])
+    if progress.step < config.max_steps:
+        say(f"stopped     after step {progress.step:,}, saved in {saved_in}")
+        say(f"go on with  {command}")
+    else:
+        say(f"done        in {progress.seconds / 60:.1f} minutes, {progress.tokens:,} tokens")
+        say(f"checkpoint  {saved_in}")
+        say(f"curve       {run / 'loss.png'}")
+        say(f"sample      {sample_command(config, train_rows)}")
+    machine.stop()
+
+
+# ------------------------------------------------------------------------------ 1. the machine
+
+
+@dataclass
+class Machine:
+    """This process's device, and its place among the processes of the job (torchrun)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    reason: str
+    rank: int
+    world_size: int
+
+    @classmethod
+    def start(cls, config: TrainConfig) -> "Machine":
+        device, dtype, reason = choose_device(config.device, config.dtype)
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ.get("RANK", 0))
+        if world_size > 1:
+            if device.type == "cuda":
+                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(device)
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            reason += f"; process {rank} of {world_size}"
+        torch.set_float32_matmul_precision("high")  # TF32 on CUDA, for what autocast leaves fp32
+        if device.type == "cpu":
+            torch.use_deterministic_algorithms(True)  # makes --resume exact; costs nothing here
+        return cls(device, dtype, reason, rank, world_size)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> torch.autocast:
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        if self.world_size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(int(flag), device=self.device)))
+
+    @contextlib.contextmanager
+    def first_process_first(self) -> Iterator[None]:
+        """The main process goes through the block alone; the others wait, then find its files."""
+        if self.world_size > 1 and not self.is_main:
+            dist.barrier()
+        yield
+        if self.world_size > 1 and self.is_main:
+            dist.barrier()
+
+    def stop(self) -> None:
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------- 2. the data
+
+
+def choose_tokenizer(config: TrainConfig, of_checkpoint: Tokenizer | None) -> Tokenizer:
+    """The checkpoint's own tokenizer; from scratch, the one that is asked for, trained if "bpe"."""
+    if of_checkpoint is not None:
+        if config.tokenizer is not None and not config.resume:
+            raise UserError(
+                f"--tokenizer={config.tokenizer} goes with a new model; {config.init_from} "
+                "comes with its own, which its weights were trained on: leave --tokenizer out"
+            )
+        return of_checkpoint
+    if config.tokenizer in (None, "bpe"):
+        data, val_data = data_paths(config)
+        texts = training_texts(data, val_data, config.val_fraction, on_bad_row=config.on_bad_row)
+        return Tokenizer.train(texts, config.vocab_size)
+    return Tokenizer.load(config.tokenizer)
+
+
+def data_paths(config: TrainConfig) -> tuple[str, str | None]:
+    """Where the data lies. The embedded corpus is made here if it is not there yet."""
+    parts = {"tinyworld": "stories", "tinyworld_chats": "chats"}
+    if config.data not in parts:
+        return config.data, config.val_data
+    tinyworld.prepare(CACHE / "tinyworld")
+    return str(CACHE / "tinyworld" / parts[config.data]), config.val_data
+
+
+def load_rows(
+    config: TrainConfig, tokenizer: Tokenizer
+) -> tuple[TokenRows, TokenRows, float | None]:
+    """Training rows, validation rows, and the loss of a perfect model where it is known."""
+    data, val_data = data_paths(config)
+    train_rows, val_rows = load_dataset(
+        data,
+        val_data,
+        config.val_fraction,
+        tokenizer=tokenizer,
+        max_seq_len=config.max_seq_len,
+        on_bad_row=config.on_bad_row,
+        cache_dir=CACHE,
+    )
+    floor = None
+    floor_file = Path(data) / "floor.json"
+    if val_data is None and floor_file.is_file():
+        floor = json.loads(floor_file.read_text())["val_nats"] / val_rows.num_targets
+    return train_rows, val_rows, floor
+
+
+# -------------------------------------------------------------------------------- 3. the model
+
+# Options that decide what a run is. The others may change when it is resumed.
+FIXED_OPTIONS = (
+    "seed init_from data val_data val_fraction tokenizer vocab_size max_seq_len on_bad_row "
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "intermediate_size max_position_embeddings rope_theta rms_norm_eps tie_word_embeddings "
+    "batch_size grad_accum optimizer"
+).split()
+
+
+def find_resume_point(run: Path, config: TrainConfig) -> Path | None:
+    """The run's newest checkpoint; None to start from the beginning.
+
+    Raises UserError where the directory holds a run and --resume is not given, and where an option
+    that decides what the run is differs from the run's own.
+    """
+    before = checkpoint.read_run(run)
+    if before is None:
+        return None
+    if not config.resume:
+        command = ["python", *sys.argv]
+        raise UserError(
+            f"{run} already holds a run; nothing was changed. Continue it:\n"
+            f"  {shlex.join([*command, '--resume'])}\n"
+            f"or start another one beside it:\n"
+            f"  {shlex.join([*command, f'--out_dir={checkpoint.free_name(run)}'])}"
+        )
+    for name in FIXED_OPTIONS:
+        if before[name] != getattr(config, name):
+            raise UserError(
+                f"{run} was started with {name} = {before[name]!r}; resuming it with "
+                f"{getattr(config, name)!r} would make it another run. "
+                f"Leave --{name} out, or start one elsewhere with --out_dir"
+            )
+    steps = checkpoint.saved_steps(run)
+    return steps[-1] if steps else None
+
+
+def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
+    """The shape of a new model. Raises UserError for one that cannot be built."""
+    names = (
+        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "intermediate_size rope_theta rms_norm_eps tie_word_embeddings dropout attention"
+    ).split()
+    try:
+        return GPTConfig(
+            vocab_size=math.ceil(tokenizer.vocab_size / 64) * 64,  # matrix kernels like multiples
+            max_position_embeddings=config.max_position_embeddings or config.max_seq_len,
+            **{name: getattr(config, name) for name in names},
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+# --------------------------------------------------------------------------- 4. the optimizers
+
+
+def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for everything; or Muon for the matrices of the blocks and AdamW for the rest.
+
+    Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, so
+    that rare directions move as far as common ones. It is meant for hidden matrices: an embedding's
+    rows are looked up, not multiplied. With "match_rms_adamw" (Liu et al. 2025, section 2.2) its
+    steps have AdamW's size, so both share their scale of learning rates and weight decay.
+    """
+    hidden = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    is_hidden = {id(p) for p in hidden}
+    tables = [p for p in model.parameters() if p.dim() == 2 and id(p) not in is_hidden]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    rest_lr = config.learning_rate
+    optimizers = []
+    if config.optimizer == "muon":
+        if config.embedding_learning_rate is not None:
+            rest_lr = config.embedding_learning_rate
+        muon = torch.optim.Muon(
+            hidden,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimizers.append(muon)
+    else:
+        tables = hidden + tables
+    groups = [
+        {"params": tables, "weight_decay": config.weight_decay},
+        {"params": norms, "weight_decay": 0.0},  # a norm's weight has no reason to be small
+    ]
+    optimizers.append(torch.optim.AdamW(groups, lr=rest_lr, betas=(0.9, 0.95), fused=True))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def schedule(step: int, config: TrainConfig) -> float:
+    """The learning rate of optimizer step `step` (0-based) as a share of its peak."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "wsd":
+        decay_steps = config.decay_fraction * config.max_steps
+        progress = max(0.0, 1 - (config.max_steps - step) / decay_steps)
+        falling = 1 - progress
+    else:
+        progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+        falling = 0.5 * (1 + math.cos(math.pi * min(progress, 1)))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * falling
+
+
+def set_learning_rate(
+    optimizers: list[torch.optim.Optimizer], step: int, config: TrainConfig
+) -> float:
+    """Set every group's learning rate for this step; return the share of the peak."""
+    scale = schedule(step, config)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * scale
+    return scale
+
+
+# --------------------------------------------------------------------------------- 5. the loop
+
+
+def take_step(
+    forward: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    window: list[dict],
+    machine: Machine,
+    config: TrainConfig,
+) -> tuple[float, float, int]:
+    """One optimizer step over the micro-batches in `window`.
+
+    Returns the loss per target and the targets over all micro-batches and processes, and the norm
+    of the gradient. If that is not finite, the weights stay as they are.
+
+    The loss is divided by the targets of the whole step, so every target weighs the same wherever
+    it fell. The mean of the micro-batches' means, the usual shortcut, gives a target in a short
+    micro-batch more weight than one in a long one.
+    """
+    targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+    if machine.world_size > 1:
+        targets = machine.sum(torch.tensor(targets, device=machine.device))
+    loss = torch.zeros((), device=machine.device)
+    for number, batch in enumerate(window):
+        input_ids = batch["input_ids"].to(machine.device, non_blocking=True)
+        labels = batch["labels"].to(machine.device, non_blocking=True)
+        last = number == len(window) - 1
+        # DDP averages gradients over processes: once, with the last micro-batch.
+        wait = contextlib.nullcontext() if last or machine.world_size == 1 else forward.no_sync()
+        with wait:
+            with machine.autocast():
+                loss_sum, _ = forward(input_ids, labels=labels)
+            share = loss_sum / torch.as_tensor(targets, device=machine.device).clamp(min=1)
+            scaler.scale(share * machine.world_size).backward()
+        loss += share.detach()
+    loss = machine.sum(loss)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    max_norm = config.grad_clip if config.grad_clip > 0 else math.inf
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    # The one place in a step where the host waits for the device.
+    loss, grad_norm, targets = torch.stack([loss, grad_norm, loss.new_tensor(targets)]).tolist()
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return loss, grad_norm, int(targets)
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batches: Batches, limit: int | None, machine: Machine) -> float:
+    """Mean loss per target, over all validation batches or the first `limit`: always the same."""
+    model.eval()
+    total = torch.zeros(2, device=machine.device, dtype=torch.float64)  # loss sum, targets
+    for number in range(min(batches.per_epoch, limit or batches.per_epoch)):
+        batch = batches[number]
+        input_ids = batch["input_ids"].to(machine.device)
+        labels = batch["labels"].to(machine.device)
+        with machine.autocast():
+            loss_sum, targets = model(input_ids, labels=labels)
+        total += torch.stack([loss_sum.double(), targets.double()])
+    loss_sum, targets = machine.sum(total).tolist()
+    return loss_sum / max(targets, 1)
+
+
+def sample_text(
+    model: GPT, tokenizer: Tokenizer, val_rows: TokenRows, config: TrainConfig, step: int
+) -> str:
+    """A short continuation of sample_prompt; without one, of what precedes the first target of a
+    validation row: nothing but the beginning for a text, the question for a chat."""
+    if config.sample_tokens == 0:
+        return ""
+    if config.sample_prompt is not None:
+        prompt = tokenizer.encode_prompt(config.sample_prompt)
+    else:
+        row = step // config.eval_every % len(val_rows)
+        input_ids, labels = val_rows[row]
+        first_target = (labels[1:] != -100).tolist().index(True) + 1
+        prompt = input_ids[:first_target].tolist()
+    prompt = prompt[: model.config.max_position_embeddings - 1]
+    model.eval()
+    new_tokens = generate(
+        model,
+        [prompt],
+        config.sample_tokens,
+        seed=config.seed,
+        stop_ids=tokenizer.stop_ids,
+        forbidden_ids=tokenizer.unused_ids,
+    )
+    return tokenizer.decode(prompt + new_tokens[0])
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM ask the loop to finish its step, save and end. Twice: end at once."""
+
+    def __init__(self):
+        self.asked = False
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = {number: signal.signal(number, self.on_signal) for number in numbers}
+
+    def stop_listening(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def on_signal(self, number, frame) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def sample_command(config: TrainConfig, rows: TokenRows) -> str:
+    command = ["python", "sample.py", f"--checkpoint={config.out_dir}"]
+    if rows.is_chat:
+        command.append("--chat")
+    elif config.sample_prompt is not None:
+        command += ["--prompt", config.sample_prompt]
+    return shlex.join(command)
+
+
+def main(arguments: list[str]) -> None:
+    warnings.filterwarnings("ignore")  # of libraries, about themselves; ours are errors
+    train(parse_config(TrainConfig, arguments))
+
+
+if __name__ == "__main__":
+    run_program(main)
