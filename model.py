@@ -14,6 +14,7 @@ K key/value heads, G = H / K query heads per key/value head, D head_dim, V vocab
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class GPTConfig:
             if field.type in (int, int | None) and value is not None:
                 if type(value) is not int or value < 1:
                     raise ValueError(f"{field.name} must be a whole number above 0, not {value!r}")
+            if field.type is float and not isinstance(value, int | float):
+                raise ValueError(f"{field.name} must be a number, not {value!r}")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -82,11 +85,17 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, config: dict) -> "GPTConfig":
         """Read a Hugging Face `config.json`; refuse by name what is not this architecture."""
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__} and not the fields of a model")
         model_type = config.get("model_type")
         if model_type not in ("qwen3", "minimind"):
             raise ValueError(
                 f"model_type is {model_type!r}: only dense Qwen3 and MiniMind-3 can be read"
             )
+        if model_type == "qwen3":
+            # What a file leaves out is what transformers takes it for; our defaults are MiniMind's.
+            left_out = {"head_dim": 128, "rope_theta": 1e4, "tie_word_embeddings": False}
+            config = left_out | config
         unsupported = {
             "attention_bias": config.get("attention_bias", False),
             "use_sliding_window": config.get("use_sliding_window", False),
@@ -105,8 +114,6 @@ class GPTConfig:
         values["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta", cls.rope_theta))
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         values["rope_scaling"] = None if rope_type == "default" else rope
-        # Qwen3 itself leaves tie_word_embeddings out where it is False; MiniMind-3 ties by default.
-        values.setdefault("tie_word_embeddings", model_type == "minimind")
         missing = [f for f in ("vocab_size", "hidden_size", "num_hidden_layers") if f not in values]
         missing += [f for f in ("num_attention_heads", "intermediate_size") if f not in values]
         if missing:
@@ -224,7 +231,9 @@ class KVCache:
             size *= 2
         return min(size, self.max_length)
 
-    def check_room(self, new: int) -> None:
+    def check_room(self, rows: int, new: int) -> None:
+        if rows != len(self.real):
+            raise ValueError(f"the cache was made for {len(self.real)} rows, but there are {rows}")
         if self.length + new > self.max_length:
             raise ValueError(
                 f"the cache holds {self.length} of at most {self.max_length} tokens a row: "
@@ -244,7 +253,7 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
         self.real[:, length:] = False
-        self.row_lengths = self.real.sum(dim=1)
+        self.row_lengths.copy_(self.real.sum(dim=1))  # in place: a CUDA graph keeps the address
         self.length = length
         self.padded = self.padded and length > 0
 
@@ -309,14 +318,14 @@ def plan_attention(
         )
     slots = None
     if cache is not None:
-        cache.check_room(T)
+        cache.check_room(B, T)
         slots = torch.arange(past, past + T, device=device)
         cache.padded = cache.padded or attention_mask is not None
         if attention_mask is not None:
             cache.real[:, : past + T] = attention_mask.bool()
         else:
             cache.real[:, past : past + T] = True
-        cache.row_lengths = cache.real.sum(dim=1)
+        cache.row_lengths.copy_(cache.real.sum(dim=1))
         cache.length = past + T
 
     padded = attention_mask is not None or (cache is not None and cache.padded)
@@ -349,26 +358,32 @@ def attend(
     """
     B, H, T, D = q.shape
     K = k.shape[1]
+    sees_something = None
+    if visible is not None:
+        # Kernels differ in what they return for a query without keys (zeros, NaN): such a query
+        # looks at every key instead, and its output is set to zero.
+        sees_something = visible.any(dim=-1, keepdim=True)  # (B, 1, T, 1)
+        visible = visible | ~sees_something
     if T == 1 and dropout == 0:
         # The G heads of a group ask the same keys: as G queries of one head, nothing is repeated.
-        q = q.view(B, K, H // K, D)
+        q = q.reshape(B, K, H // K, D)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        return out.view(B, H, 1, D)
-    if visible is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=is_causal, enable_gqa=H != K
+        out = out.reshape(B, H, 1, D)  # reshape: some kernels return (B, G, K, D), transposed
+    else:
+        if visible is not None and q.is_cuda and H != K:
+            # With a mask, enable_gqa would fall back to the slow math kernel on CUDA.
+            k = k.repeat_interleave(H // K, dim=1)
+            v = v.repeat_interleave(H // K, dim=1)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=visible,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            enable_gqa=k.shape[1] != H,
         )
-    if q.is_cuda and H != K:
-        # With a mask, enable_gqa would fall back to the slow math kernel on CUDA.
-        k = k.repeat_interleave(H // K, dim=1)
-        v = v.repeat_interleave(H // K, dim=1)
-    # Kernels differ in what they return for a query without keys (zeros, NaN): such a query looks
-    # at every key instead, and its output is set to zero.
-    sees_something = visible.any(dim=-1, keepdim=True)  # (B, 1, T, 1)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible | ~sees_something, dropout_p=dropout, enable_gqa=k.shape[1] != H
-    )
-    return out * sees_something
+    return out if sees_something is None else out * sees_something
 
 
 def attend_manually(
@@ -382,7 +397,8 @@ def attend_manually(
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     q = q.reshape(B, K, H // K, T, D)  # (B, K, G, T, D): each group beside its key/value head
-    scores = q @ k[:, :, None].transpose(-2, -1) / math.sqrt(D)  # (B, K, G, T, S)
+    q = q / math.sqrt(D)  # before the product, which could pass 65,504, the largest fp16 number
+    scores = q @ k[:, :, None].transpose(-2, -1)  # (B, K, G, T, S)
     visible = visible[:, :, None]  # (B, 1, 1, T, S)
     scores = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min)
     weights = scores.softmax(dim=-1) * visible  # times visible: a query without keys gets zeros
@@ -572,11 +588,12 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Give every parameter its first value. Also to be called after meta-device `to_empty`.
 
-        | parameter         | value                   | why                                   |
+        | parameter         | standard deviation      | why                                   |
         | ----------------- | ----------------------- | ------------------------------------- |
-        | norms             | 1                       | start as plain normalisation          |
-        | embedding, head   | N(0, 0.02)              | logits near 0, so the loss is ln V    |
-        | q k v gate up     | N(0, 1/sqrt(inputs))    | keeps unit variance                   |
+        | norms             | 0: all are 1            | start as plain normalisation          |
+        | embedding, head   | 0.02, or 0.4/sqrt(C)    | the logits' is then at most 0.4, and  |
+        |                   | where that is less      | the loss ln V + 0.4**2 / 2, or 0.08   |
+        | q k v gate up     | 1/sqrt(inputs)          | keeps unit variance                   |
         | o_proj, down_proj | that / sqrt(2 * layers) | the stream sums 2 * layers of these   |
 
         Zero for o_proj and down_proj, a common choice, is wrong with tied embeddings: the stream
@@ -587,7 +604,7 @@ class GPT(nn.Module):
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, 0.02)
+                parameter.normal_(0.0, min(0.02, 0.4 * parameter.shape[1] ** -0.5))
             else:
                 std = parameter.shape[1] ** -0.5
                 if "o_proj" in name or "down_proj" in name:
@@ -764,21 +781,27 @@ def local_directory(directory_or_hub_id: str | Path) -> Path:
 def tensor_files(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Each stored tensor's file and shape, read from the headers of the safetensors files alone."""
     index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files ({error})") from error
     where = {}
     for name in names:
+        # A bare name: a path could lead out of the directory.
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
+            raise ValueError(f"{index}: {name!r} is not a safetensors file of this directory")
         file = directory / name
-        if file.parent != directory:
-            raise ValueError(f"{index}: {name!r} lies outside the model directory")
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing")
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():
-                    where[key] = (file, tuple(tensors.get_slice(key).get_shape()))
+                    stored = tensors.get_slice(key)
+                    if stored.get_dtype() not in ("F64", "F32", "BF16", "F16"):
+                        raise ValueError(f"{file}: tensor {key} is {stored.get_dtype()}, not float")
+                    where[key] = (file, tuple(stored.get_shape()))
         except SafetensorError as error:
             raise ValueError(f"{file} is cut short or not a safetensors file ({error})") from error
     return where
