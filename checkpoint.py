@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 
 from config import TrainConfig, UserError
 from data.tokenizer import Tokenizer
-from model import GPT, local_directory
+from model import GPT
+from pretrained import local_directory
 from report import read_metrics
 
 STEP_NAME = re.compile(r"step_\d{8,}")

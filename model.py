@@ -1,4 +1,4 @@
-"""The decoder, whole: the Qwen3 block, which is also MiniMind-3's, in about 400 lines.
+"""The decoder, whole: the Qwen3 block, which is also MiniMind-3's.
 
 Read it top to bottom; things stand in the order in which a token meets them:
   1. GPTConfig           the shape of a model, with the field names of a Qwen3 config.json
@@ -6,25 +6,24 @@ Read it top to bottom; things stand in the order in which a token meets them:
   3. AttentionPlan       who may look at whom: decided once per forward, here and nowhere else
   4. RMSNorm, Attention, MLP, Block
   5. the loss            which never holds all the logits
-  6. GPT                 forward, decode_step, initialisation, reading and writing checkpoints
+  6. GPT                 initialisation, forward, decode_step, checkpoints (files: pretrained.py)
 
 Letters in shape comments: B rows, T new tokens, S keys (past + new), C hidden_size, H query heads,
 K key/value heads, G = H / K query heads per key/value head, D head_dim, V vocab_size.
 """
 
-import json
 import math
-import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+import pretrained
 
 # ------------------------------------------------------------------------------------ the shape
 
@@ -78,52 +77,13 @@ class GPTConfig:
             rope_type = self.rope_scaling.get("rope_type", self.rope_scaling.get("type"))
             if rope_type != "yarn":
                 raise ValueError(f"rope_scaling: type {rope_type!r} is not known, only 'yarn' is")
-            for name in ("factor", "original_max_position_embeddings"):
-                if not isinstance(self.rope_scaling.get(name), int | float):
-                    raise ValueError(f"rope_scaling needs a number for {name!r}")
+            if not isinstance(self.rope_scaling.get("factor"), int | float):
+                raise ValueError("rope_scaling needs a number for 'factor'")
 
     @classmethod
     def from_dict(cls, config: dict) -> "GPTConfig":
-        """Read a Hugging Face `config.json`; refuse by name what is not this architecture."""
-        if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__} and not the fields of a model")
-        model_type = config.get("model_type")
-        if model_type not in ("qwen3", "minimind"):
-            raise ValueError(
-                f"model_type is {model_type!r}: only dense Qwen3 and MiniMind-3 can be read"
-            )
-        if model_type == "qwen3":
-            # What a file leaves out is what transformers takes it for; our defaults are MiniMind's.
-            left_out = {"head_dim": 128, "rope_theta": 1e4, "tie_word_embeddings": False}
-            config = left_out | config
-        unsupported = {
-            "attention_bias": config.get("attention_bias", False),
-            "use_sliding_window": config.get("use_sliding_window", False),
-            "use_moe": config.get("use_moe", False),
-            "quantization_config": config.get("quantization_config"),
-            "layer_types": set(config.get("layer_types") or []) - {"full_attention"},
-            "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise ValueError(f"{name} = {value!r} is another architecture than this decoder's")
-        known = {field.name for field in fields(cls)}
-        values = {name: value for name, value in config.items() if name in known}
-        # transformers 5 keeps theta and scaling together in `rope_parameters`; before, in two.
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        values["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta", cls.rope_theta))
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        values["rope_scaling"] = None if rope_type == "default" else rope
-        missing = [f for f in ("vocab_size", "hidden_size", "num_hidden_layers") if f not in values]
-        missing += [f for f in ("num_attention_heads", "intermediate_size") if f not in values]
-        if missing:
-            raise ValueError(f"these fields are missing: {', '.join(missing)}")
-        return cls(**values)
-
-    def to_dict(self) -> dict:
-        """A Hugging Face `config.json` that transformers opens as Qwen3ForCausalLM."""
-        extra = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"}
-        return extra | {"attention_bias": False, "use_sliding_window": False} | asdict(self)
+        """The shape in a Hugging Face `config.json`; ValueError for another architecture."""
+        return cls(**pretrained.decoder_fields(config, [field.name for field in fields(cls)]))
 
 
 # -------------------------------------------------------------------- where a token is: RoPE
@@ -142,7 +102,8 @@ def rope_frequencies(config: GPTConfig, device: torch.device) -> tuple[Tensor, f
     if config.rope_scaling is None:
         return frequencies, 1.0
     scaling = config.rope_scaling
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    factor = scaling["factor"]
+    original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
 
     def pair_that_turns(turns: float) -> float:
         return D * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
@@ -283,11 +244,12 @@ class AttentionPlan:
 
     cos: Tensor  # (B or 1, 1, T, D) fp32
     sin: Tensor
-    visible: Tensor | None  # (B, 1, T, S) bool, True where the query may look; None: no mask needed
-    is_causal: bool  # True: S == T and the mask is the plain triangle, which SDPA knows by itself
-    cache: KVCache | None
-    slots: Tensor | None  # (T,) where the new keys go
-    num_keys: int  # S, how many slots the queries read
+    visible: Tensor | None = None  # (B, 1, T, S) bool, True: may look. None: no mask is needed
+    blind: Tensor | None = None  # (B, 1, T, 1) bool, True: sees nothing. None: there is no such
+    is_causal: bool = False  # S == T, and the mask is the plain triangle that SDPA knows itself
+    cache: KVCache | None = None
+    slots: Tensor | None = None  # (T,) where the new keys go
+    num_keys: int = 0  # S, how many slots the queries read
     weights: list[Tensor] | None = None  # attention_weights() collects here
 
 
@@ -338,56 +300,53 @@ def plan_attention(
     positions = key_positions[:, past:]  # (B or 1, T)
     cos, sin = rope_tables(config, positions)
 
+    plan = AttentionPlan(cos, sin, cache=cache, slots=slots, num_keys=past + T)
+    plan.weights = [] if keep_weights else None
     explicit = padded or keep_weights or config.attention == "manual"
-    is_causal = past == 0 and not explicit
-    visible = None
+    plan.is_causal = past == 0 and not explicit
     if explicit or (past > 0 and T > 1):
-        visible = key_positions[:, None, None, :] <= positions[:, None, :, None]  # (B, 1, T, S)
-        if real is not None:
-            visible = visible & real[:, None, None, :]
-    weights = [] if keep_weights else None
-    return AttentionPlan(cos, sin, visible, is_causal, cache, slots, past + T, weights)
+        plan.visible = key_positions[:, None, None, :] <= positions[:, None, :, None]  # (B,1,T,S)
+    if padded:
+        plan.visible, plan.blind = open_blind(plan.visible & real[:, None, None, :])
+    return plan
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, dropout: float
-) -> Tensor:
+def open_blind(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Let each query that sees nothing look everywhere, and say which they are: (B, 1, T, 1) bool.
+
+    Kernels differ in what softmax over no keys gives (zeros, NaN). So such a query looks at every
+    key, and attend() sets its output to zero: no large negative number has to stand for minus
+    infinity.
+    """
+    blind = ~visible.any(dim=-1, keepdim=True)
+    return visible | blind, blind
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float) -> Tensor:
     """Attention by torch's fused kernels. q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D).
 
-    Query head h reads key/value head h // G. A query that sees nothing gets zeros.
+    Query head h reads key/value head h // G.
     """
     B, H, T, D = q.shape
     K = k.shape[1]
-    sees_something = None
-    if visible is not None:
-        # Kernels differ in what they return for a query without keys (zeros, NaN): such a query
-        # looks at every key instead, and its output is set to zero.
-        sees_something = visible.any(dim=-1, keepdim=True)  # (B, 1, T, 1)
-        visible = visible | ~sees_something
     if T == 1 and dropout == 0:
         # The G heads of a group ask the same keys: as G queries of one head, nothing is repeated.
         q = q.reshape(B, K, H // K, D)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        out = out.reshape(B, H, 1, D)  # reshape: some kernels return (B, G, K, D), transposed
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.visible)
+        out = out.reshape(B, H, 1, D)
     else:
-        if visible is not None and q.is_cuda and H != K:
+        if plan.visible is not None and q.is_cuda and H != K:
             # With a mask, enable_gqa would fall back to the slow math kernel on CUDA.
             k = k.repeat_interleave(H // K, dim=1)
             v = v.repeat_interleave(H // K, dim=1)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=visible,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            enable_gqa=k.shape[1] != H,
-        )
-    return out if sees_something is None else out * sees_something
+        options = {"dropout_p": dropout, "is_causal": plan.is_causal}
+        options["enable_gqa"] = k.shape[1] != H
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.visible, **options)
+    return out if plan.blind is None else out.masked_fill(plan.blind, 0)
 
 
 def attend_manually(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """The same in the open: Vaswani et al. 2017, equation 1. Also returns the weights (B, H, T, S).
 
@@ -399,12 +358,13 @@ def attend_manually(
     q = q.reshape(B, K, H // K, T, D)  # (B, K, G, T, D): each group beside its key/value head
     q = q / math.sqrt(D)  # before the product, which could pass 65,504, the largest fp16 number
     scores = q @ k[:, :, None].transpose(-2, -1)  # (B, K, G, T, S)
-    visible = visible[:, :, None]  # (B, 1, 1, T, S)
-    scores = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min)
-    weights = scores.softmax(dim=-1) * visible  # times visible: a query without keys gets zeros
-    dropped = F.dropout(weights, dropout)
-    out = dropped.to(v.dtype) @ v[:, :, None]  # (B, K, G, T, D)
-    return out.reshape(B, H, T, D), weights.reshape(B, H, T, S)
+    scores = scores.float().masked_fill(~plan.visible[:, :, None], float("-inf"))
+    weights = scores.softmax(dim=-1).reshape(B, H, T, S)
+    if plan.blind is not None:
+        weights = weights.masked_fill(plan.blind, 0)
+    dropped = F.dropout(weights, dropout).to(v.dtype).reshape(B, K, H // K, T, S)
+    out = dropped @ v[:, :, None]  # (B, K, G, T, D)
+    return out.reshape(B, H, T, D), weights
 
 
 # ------------------------------------------------------------------------------ the layers
@@ -458,11 +418,11 @@ class Attention(nn.Module):
         if plan.cache is not None:
             k, v = plan.cache.update(self.layer, k, v, plan.slots, plan.num_keys)  # (B, K, S, D)
         if self.config.attention == "manual" or plan.weights is not None:
-            out, weights = attend_manually(q, k, v, plan.visible, dropout)
+            out, weights = attend_manually(q, k, v, plan, dropout)
             if plan.weights is not None:
                 plan.weights.append(weights)
         else:
-            out = attend(q, k, v, plan.visible, plan.is_causal, dropout)
+            out = attend(q, k, v, plan, dropout)
         out = out.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * D)
         return F.dropout(self.o_proj(out), dropout, self.training)
 
@@ -564,6 +524,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
@@ -650,6 +611,10 @@ class GPT(nn.Module):
             targets = targets.masked_fill(~query_is_real, -100)
         targets = targets.flatten()  # (N,)
         hidden = hidden[:, :-1].flatten(0, 1)  # (N, C)
+        if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Positions without a target need no logits. A GPU would have to wait to count them.
+            counted = targets != -100
+            hidden, targets = hidden[counted], targets[counted]
         needs_grad = torch.is_grad_enabled()
         loss_sum = LinearCrossEntropy.apply(hidden, self.lm_head.weight, targets, needs_grad)
         return loss_sum, (targets != -100).sum()
@@ -668,7 +633,7 @@ class GPT(nn.Module):
         cache.row_lengths += 1
         # All cached tokens lie before this one; slots not yet written are not real.
         visible = cache.real[:, None, None, :num_keys]  # (B, 1, 1, S)
-        plan = AttentionPlan(cos, sin, visible, False, cache, slot, num_keys)
+        plan = AttentionPlan(cos, sin, visible, cache=cache, slots=slot, num_keys=num_keys)
         return self.lm_head(self.model(input_ids, plan))
 
     @torch.no_grad()
@@ -684,15 +649,10 @@ class GPT(nn.Module):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `config.json` and `model.safetensors`: a Hugging Face model directory."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        config = self.config.to_dict()
-        config["dtype"] = str(self.lm_head.weight.dtype).removeprefix("torch.")
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        tensors = self.state_dict()
         if self.config.tie_word_embeddings:
             del tensors["lm_head.weight"]  # the same tensor as embed_tokens.weight
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        pretrained.write(Path(directory), asdict(self.config), tensors)
 
     @classmethod
     def from_pretrained(
@@ -703,105 +663,21 @@ class GPT(nn.Module):
     ) -> "GPT":
         """Read a Hugging Face directory of a dense Qwen3 or MiniMind-3; dtype None: as stored.
 
-        Names and shapes are compared before any memory is taken, then tensors are copied one by
-        one, so that the peak is the weights and one tensor. Only `config.json` and safetensors
-        files are read, which are data and never code.
-
         Raises FileNotFoundError where there is no checkpoint, and ValueError, naming the file and
         the field or tensor, for another architecture, for a missing, extra or misshapen tensor, and
-        for a file that is cut short.
+        for a file that is cut short. See pretrained.py.
         """
-        directory = local_directory(directory_or_hub_id)
-        try:
-            config = GPTConfig.from_dict(json.loads((directory / "config.json").read_text()))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{directory / 'config.json'}: {error}") from error
-        where = tensor_files(directory)
-        if config.num_hidden_layers > len(where):
-            raise ValueError(
-                f"{directory}: config.json says num_hidden_layers = {config.num_hidden_layers}, "
-                f"but the weights are only {len(where)} tensors"
-            )
+        directory = pretrained.local_directory(directory_or_hub_id)
+        config = pretrained.read_config(directory, GPTConfig.from_dict)
         with torch.device("meta"):
             model = cls(config)
-        expected = model.state_dict()
+        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
         if config.tie_word_embeddings:
             del expected["lm_head.weight"]
-            where.pop("lm_head.weight", None)  # some releases store the tied head twice
-        for name in sorted(expected.keys() | where.keys()):
-            if name not in where:
-                raise ValueError(f"{directory}: tensor {name} is missing")
-            if name not in expected:
-                raise ValueError(f"{where[name][0]}: tensor {name} is not part of this model")
-            if where[name][1] != tuple(expected[name].shape):
-                raise ValueError(
-                    f"{where[name][0]}: tensor {name} has shape {where[name][1]}, "
-                    f"but config.json asks for {tuple(expected[name].shape)}"
-                )
-        loaded = {}
-        for name, (file, _) in where.items():
-            # Opened anew for each: one handle would keep every page that it has read in memory.
-            with safe_open(file, framework="pt") as tensors:
-                stored = tensors.get_tensor(name)
-            loaded[name] = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
-            loaded[name].copy_(stored)
+        tensors = pretrained.read(directory, expected, device, dtype)
         if config.tie_word_embeddings:
-            loaded["lm_head.weight"] = loaded["model.embed_tokens.weight"]
-        model.load_state_dict(loaded, assign=True)
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        model.load_state_dict(tensors, assign=True)
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-        return model.eval()
-
-
-def local_directory(directory_or_hub_id: str | Path) -> Path:
-    """The directory itself, or the hub's files for an id such as "Qwen/Qwen3-0.6B"."""
-    directory = Path(directory_or_hub_id)
-    if not directory.exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
-
-        try:
-            wanted = ["*.json", "*.safetensors"]
-            return Path(snapshot_download(str(directory_or_hub_id), allow_patterns=wanted))
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise FileNotFoundError(
-                f"{directory_or_hub_id} is not a directory here, and the Hugging Face hub gave none"
-            ) from error
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} holds no config.json: it is not a model directory")
-    return directory
-
-
-def tensor_files(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Each stored tensor's file and shape, read from the headers of the safetensors files alone."""
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files ({error})") from error
-    where = {}
-    for name in names:
-        # A bare name: a path could lead out of the directory.
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
-            raise ValueError(f"{index}: {name!r} is not a safetensors file of this directory")
-        file = directory / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
-                    stored = tensors.get_slice(key)
-                    if stored.get_dtype() not in ("F64", "F32", "BF16", "F16"):
-                        raise ValueError(f"{file}: tensor {key} is {stored.get_dtype()}, not float")
-                    where[key] = (file, tuple(stored.get_shape()))
-        except SafetensorError as error:
-            raise ValueError(f"{file} is cut short or not a safetensors file ({error})") from error
-    return where
+        return model.requires_grad_().eval()

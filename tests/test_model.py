@@ -35,12 +35,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model as model_file
 from model import (
     GPT,
+    AttentionPlan,
     GPTConfig,
     KVCache,
     LinearCrossEntropy,
     RMSNorm,
     attend,
     attend_manually,
+    open_blind,
     plan_attention,
     rope_frequencies,
     rope_tables,
@@ -48,6 +50,14 @@ from model import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def plan_of(visible: torch.Tensor | None, is_causal: bool = False) -> AttentionPlan:
+    """What attend() needs of a plan, for a mask made by hand."""
+    opened, blind = (None, None) if visible is None else open_blind(visible)
+    return AttentionPlan(None, None, visible=opened, blind=blind, is_causal=is_causal)
+
+
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
@@ -214,8 +224,8 @@ def random_qkv(H: int, K: int, T: int, S: int, D: int = 6, B: int = 2, dtype=tor
 
 def run_attention(way: str, qkv, visible, is_causal: bool = False):
     if way == "sdpa":
-        return attend(*qkv, visible, is_causal, dropout=0.0)
-    return attend_manually(*qkv, visible, dropout=0.0)[0]
+        return attend(*qkv, plan_of(visible, is_causal), dropout=0.0)
+    return attend_manually(*qkv, plan_of(visible), dropout=0.0)[0]
 
 
 @pytest.mark.parametrize("way", ["sdpa", "manual"])
@@ -236,7 +246,7 @@ def test_invariants_5_and_6_attention_equals_a_float64_loop(case, heads, way):
     for ours, theirs in zip(grads, expected_grads, strict=True):
         assert largest_difference(ours, theirs) < 5e-6
     if way == "manual":
-        assert largest_difference(attend_manually(*qkv, visible, 0.0)[1], weights) < 1e-6
+        assert largest_difference(attend_manually(*qkv, plan_of(visible), 0.0)[1], weights) < 1e-6
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -306,12 +316,12 @@ def test_invariant_5_dropout_drops_weights_and_not_tokens(way, length):
     q, k, _ = random_qkv(4, 2, length, S, D=S)
     v = torch.eye(S).expand(2, 2, S, S)
     visible = torch.ones(2, 1, length, S).tril(S - length).bool()
-    weights = attend_manually(q, k, v, visible, 0.0)[1]
+    weights = attend_manually(q, k, v, plan_of(visible), 0.0)[1]
     torch.manual_seed(0)
     if way == "sdpa":
-        out = attend(q, k, v, visible, False, p)
+        out = attend(q, k, v, plan_of(visible), p)
     else:
-        out = attend_manually(q, k, v, visible, p)[0]
+        out = attend_manually(q, k, v, plan_of(visible), p)[0]
     kept = out != 0
     assert torch.allclose(out, torch.where(kept, weights / (1 - p), 0.0), atol=1e-6)
     seen = visible.expand_as(out)
@@ -539,7 +549,7 @@ def test_softmax_is_in_fp32(way, dtype):
     visible = torch.ones(1, 1, 1, 2049).bool()
     out = run_attention(way, (q, k, torch.ones_like(k)), visible)
     assert torch.allclose(out.float(), torch.ones(1), atol=2 * torch.finfo(dtype).eps)
-    weights = attend_manually(q, k, k, visible, 0.0)[1]
+    weights = attend_manually(q, k, k, plan_of(visible), 0.0)[1]
     assert weights.dtype == torch.float32
     assert weights.sum().item() == pytest.approx(1.0, abs=1e-5)
 
@@ -987,7 +997,7 @@ def test_attention_on_cuda_equals_a_float64_loop(case, dtype):
     expected, _ = loop_attention(*qkv, visible)
     expected_grads = torch.autograd.grad(expected.pow(2).sum(), qkv)
     moved = [tensor.detach().cuda().requires_grad_() for tensor in qkv]
-    out = attend(*moved, visible.cuda(), False, 0.0)
+    out = attend(*moved, plan_of(visible.cuda()), 0.0)
     grads = torch.autograd.grad(out.float().pow(2).sum(), moved)
     tolerance = 40 * torch.finfo(dtype).eps
     assert largest_difference(out.cpu(), expected) < tolerance

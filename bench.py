@@ -1,0 +1,355 @@
+"""Speed and memory, side by side with transformers' Qwen3 of the same shape and weights.
+
+  python bench.py train    forward, and forward + backward + optimizer step
+  python bench.py loss     memory and time of the loss at Qwen3's vocabulary
+  python bench.py decode   generation: prefill and decode
+  python bench.py all      everything;  --device=cuda on a GPU
+
+Peers run in the same process, taking turns, and each figure is the median of its rounds: the
+ratios can be trusted on a machine that other work slows down, the absolute times less. Each speed
+is also given as a share of what the machine can do at best, which is measured in the same run: the
+FLOPs of one large matrix product, or the bytes per second of one long read.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, LinearCrossEntropy
+from sample import generate
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHAPES = {
+    "5M": GPTConfig(1024, 256, 6, 8, 768, num_key_value_heads=4, head_dim=32),
+    "64M": GPTConfig(6400, 768, 8, 8, 2432, num_key_value_heads=4, head_dim=96),  # MiniMind-3
+    "124M": GPTConfig(50304, 768, 12, 12, 2048, num_key_value_heads=4, head_dim=64),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+# ------------------------------------------------------------------------------- how to measure
+
+
+def wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def take_turns(ways: dict[str, Callable], device: str, rounds: int) -> dict[str, float]:
+    """Median seconds of each way, one call of each in turn, after two calls to warm up."""
+    times = {name: [] for name in ways}
+    for number in range(rounds + 2):
+        for name, call in ways.items():
+            wait(device)
+            start = time.perf_counter()
+            call()
+            wait(device)
+            if number >= 2:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def matrix_peak(device: str, dtype: torch.dtype) -> float:
+    """FLOPs per second of a product of two large square matrices."""
+    size = 8192 if device.startswith("cuda") else 2048
+    a = torch.randn(size, size, device=device).to(dtype)
+    seconds = take_turns({"product": lambda: a @ a}, device, rounds=5)["product"]
+    return 2 * size**3 / seconds
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes per second when a long array is summed."""
+    array = torch.ones(2**28 if device == "cpu" else 2**30, device=device)
+    seconds = take_turns({"sum": lambda: array.sum()}, device, rounds=5)["sum"]
+    return array.nbytes / seconds
+
+
+def forward_flops(config: GPTConfig, B: int, T: int) -> float:
+    """What a forward must do: 2 per weight and token in the matrices, and causal attention.
+
+    Attention multiplies queries by keys and weights by values, 2 * 2 * H * D for each of the
+    T * (T + 1) / 2 pairs that may look at each other. A backward takes twice a forward.
+    """
+    C, H, K, D = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    layer = C * D * (2 * H + 2 * K) + 3 * C * config.intermediate_size
+    matrices = config.num_hidden_layers * layer + C * config.vocab_size
+    pairs = T * (T + 1) / 2
+    return 2 * B * T * matrices + 4 * B * pairs * H * D * config.num_hidden_layers
+
+
+def peers(config: GPTConfig, device: str) -> tuple[GPT, torch.nn.Module]:
+    """Our model and transformers', with the same weights."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    ours = GPT(config).to(device)
+    with tempfile.TemporaryDirectory() as directory:
+        ours.save_pretrained(directory)
+        theirs = transformers.Qwen3ForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa"
+        ).to(device)
+    return ours, theirs
+
+
+def table(title: str, rows: list[dict]) -> None:
+    """Print rows as a Markdown table."""
+    print(f"\n### {title}\n")
+    print("| " + " | ".join(rows[0]) + " |")
+    print("| " + " | ".join("---" for _ in rows[0]) + " |")
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+def bench_train(device: str, rounds: int) -> None:
+    """Steps at (8, 256) and (2, 1024), a forward at (1, 2048), eager and compiled."""
+    names = ["64M", "124M"] if device.startswith("cuda") else ["5M"]
+    rows = []
+    for name in names:
+        for dtype_name, dtype in DTYPES.items():
+            peak = matrix_peak(device, dtype)
+            for compiled in (False, True):
+                torch._dynamo.reset()
+                ours, theirs = peers(SHAPES[name], device)
+                step_ours = training_step(ours, dtype, device, compiled)
+                step_theirs = training_step(theirs, dtype, device, compiled)
+                for B, T, what in ((8, 256, "step"), (2, 1024, "step"), (1, 2048, "forward")):
+                    ids = torch.randint(0, SHAPES[name].vocab_size, (B, T), device=device)
+                    train = what == "step"
+                    seconds = take_turns(
+                        {
+                            "ours": lambda f=step_ours, ids=ids, t=train: f(ids, t),
+                            "theirs": lambda f=step_theirs, ids=ids, t=train: f(ids, t),
+                        },
+                        device,
+                        rounds,
+                    )
+                    flops = forward_flops(SHAPES[name], B, T) * (3 if train else 1)
+                    rows.append(
+                        {
+                            "model": name,
+                            "what": f"{what} ({B}, {T})",
+                            "dtype": dtype_name,
+                            "mode": "compiled" if compiled else "eager",
+                            "tokens/s": f"{B * T / seconds['ours']:,.0f}",
+                            "transformers": f"{B * T / seconds['theirs']:,.0f}",
+                            "ratio": f"{seconds['theirs'] / seconds['ours']:.2f}",
+                            "share of peak": f"{flops / seconds['ours'] / peak:.2f}",
+                            "theirs": f"{flops / seconds['theirs'] / peak:.2f}",
+                        }
+                    )
+                    print(".", end="", file=sys.stderr, flush=True)
+    table(f"Training on {device_name(device)}", rows)
+
+
+def training_step(model: torch.nn.Module, dtype: torch.dtype, device: str, compiled: bool):
+    """A function (ids, train) that runs one whole step, or one forward without gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    call = torch.compile(model) if compiled else model
+    autocast = torch.autocast(device.split(":")[0], dtype, enabled=dtype != torch.float32)
+    is_ours = isinstance(model, GPT)
+
+    def run(ids: torch.Tensor, train: bool) -> None:
+        if not train:
+            with torch.no_grad(), autocast:
+                call(ids)
+            return
+        with autocast:
+            if is_ours:
+                loss_sum, targets = call(ids, labels=ids)
+                loss = loss_sum / targets
+            else:
+                loss = call(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+# -------------------------------------------------------------------------------------- loss
+
+
+def bench_loss(device: str, rounds: int) -> None:
+    """Qwen3-0.6B's head: 4,096 positions, hidden 1,024, 151,936 ids; each in its own process."""
+    rows = []
+    for dtype in DTYPES:
+        results = {}
+        for way in ("plain", "ours"):
+            arguments = [sys.executable, __file__, "one_loss", f"--way={way}", f"--dtype={dtype}"]
+            done = subprocess.run(
+                [*arguments, f"--device={device}"], capture_output=True, text=True, check=True
+            )
+            results[way] = json.loads(done.stdout.splitlines()[-1])
+        plain, ours = results["plain"], results["ours"]
+        rows.append(
+            {
+                "dtype": "fp32" if dtype == "fp32" else "bf16 autocast",
+                "plain GiB": f"{plain['peak'] / 2**30:.2f}",
+                "ours GiB": f"{ours['peak'] / 2**30:.2f}",
+                "memory": f"{ours['peak'] / plain['peak']:.2f}",
+                "plain s": f"{plain['seconds']:.1f}",
+                "ours s": f"{ours['seconds']:.1f}",
+                "time": f"{ours['seconds'] / plain['seconds']:.2f}",
+                "loss differs by": f"{abs(ours['loss'] - plain['loss']):.1e}",
+            }
+        )
+    table(f"Loss at V = 151,936 on {device_name(device)}, forward + backward", rows)
+
+
+def one_loss(way: str, dtype: str, device: str) -> None:
+    """Run one way in this process; print its peak memory above the inputs, and its time."""
+    torch.manual_seed(0)
+    N, C, V = 4096, 1024, 151_936
+    hidden = torch.randn(N, C, device=device, requires_grad=True)
+    weight = (torch.randn(V, C, device=device) * 0.02).requires_grad_()
+    targets = torch.randint(0, V, (N,), device=device)
+    base = memory_now(device)
+    start = time.perf_counter()
+    enabled = dtype != "fp32"
+    with torch.autocast(device.split(":")[0], DTYPES[dtype], enabled=enabled):
+        if way == "ours":
+            loss = LinearCrossEntropy.apply(hidden, weight, targets, True)
+        else:
+            logits = F.linear(hidden, weight)
+            loss = F.cross_entropy(logits.float(), targets, reduction="sum")
+    loss.backward()
+    wait(device)
+    seconds = time.perf_counter() - start
+    peak = memory_peak(device) - base
+    print(json.dumps({"peak": peak, "seconds": seconds, "loss": loss.item() / N}))
+
+
+def memory_now(device: str) -> int:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    return proc_status("VmRSS")
+
+
+def memory_peak(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device.startswith("cuda") else proc_status("VmHWM")
+
+
+def proc_status(field: str) -> int:
+    """Bytes, from Linux's /proc/self/status."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+# ------------------------------------------------------------------------------------ decode
+
+
+def bench_decode(device: str, rounds: int) -> None:
+    """MiniMind-3's shape: prefill of a context, then 32 tokens behind it."""
+    config = SHAPES["64M"]
+    bandwidth = read_bandwidth(device)
+    rows = []
+    for dtype_name, dtype in DTYPES.items():
+        ours, theirs = peers(config, device)
+        ours, theirs = ours.to(dtype).eval(), theirs.to(dtype).eval()
+        weights = sum(p.nbytes for p in ours.parameters())
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        for B, context in ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024)):
+            ids = torch.randint(3, config.vocab_size, (B, context), device=device)
+            ways = decode_ways(ours, theirs, ids)
+            prefill = take_turns({n: lambda f=f: f(1) for n, f in ways.items()}, device, rounds)
+            whole = take_turns({n: lambda f=f: f(33) for n, f in ways.items()}, device, rounds)
+            step = {name: (whole[name] - prefill[name]) / 32 for name in ways}
+            read = weights + B * (context + 16) * per_token * dtype.itemsize
+            floor = read / bandwidth
+            rows.append(
+                {
+                    "dtype": dtype_name,
+                    "batch": B,
+                    "context": context,
+                    "MB per step": f"{read / 1e6:,.0f}",
+                    "prefill tokens/s": f"{B * context / prefill['ours']:,.0f}",
+                    "ratio": f"{prefill['transformers'] / prefill['ours']:.2f}",
+                    "decode tokens/s": f"{B / step['ours']:,.1f}",
+                    "compiled": f"{B / step['compiled']:,.1f}",
+                    "transformers": f"{B / step['transformers']:,.1f}",
+                    "share of bandwidth": f"{floor / step['ours']:.2f}",
+                    "compiled's": f"{floor / step['compiled']:.2f}",
+                    "compiled / transformers": f"{step['transformers'] / step['compiled']:.2f}",
+                }
+            )
+            print(".", end="", file=sys.stderr, flush=True)
+    table(f"Generation on {device_name(device)}, read at {bandwidth / 1e9:.0f} GB/s", rows)
+
+
+def decode_ways(ours: GPT, theirs: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable]:
+    """Functions of the number of new tokens, greedy, that never stop early."""
+    prompts = ids.tolist()
+
+    def transformers_generate(new: int) -> None:
+        theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    return {
+        "ours": lambda new: generate(ours, prompts, new, temperature=0.0),
+        "compiled": lambda new: generate(ours, prompts, new, temperature=0.0, compile=True),
+        "transformers": transformers_generate,
+    }
+
+
+# ----------------------------------------------------------------------------------- the end
+
+
+def device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"{torch.get_num_threads()} CPU threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["train", "loss", "decode", "all", "one_loss"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5, help="calls that each median is taken of")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    if options.what == "one_loss":
+        one_loss(options.way, options.dtype, options.device)
+    for name, run in (("train", bench_train), ("loss", bench_loss), ("decode", bench_decode)):
+        if options.what in (name, "all"):
+            run(options.device, options.rounds)
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()
