@@ -352,6 +352,8 @@ def run_program(main: Callable[[list[str]], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as the shell has it for Ctrl-C
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away, as in `| head`
         sys.exit(1)

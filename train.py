@@ -531,7 +531,8 @@ def sample_text(
         config.sample_tokens,
         seed=config.seed,
         stop_ids=tokenizer.stop_ids,
-        forbidden_ids=tokenizer.unused_ids,
+        forbidden_ids=tokenizer.unused_ids
+        + list(range(tokenizer.vocab_size, model.config.vocab_size)),
     )
     return tokenizer.decode(prompt + new_tokens[0])
 

@@ -1,0 +1,670 @@
+"""Files and hub data sets to rows, and a sentence for every row that is not one.
+
+Read in this order: `Row`, `RowError`; `find_sources` (what --data may name); `read_chunks` (a file
+cut into stretches of raw items, in bounded memory, one reader per format); `parse` (a raw item to a
+row). Reading and parsing are apart so that parsing can run in worker processes.
+
+JSON lines are read here and not by a library, since a reader of ours can name the line, loses
+nothing else when one line is broken, and never guesses types (a text that looks like a date stays
+text). For the same reason CSV is read by Python's own `csv`. Parquet is read by pyarrow; names on
+the Hugging Face hub go through `datasets`.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from config import UserError
+
+FORMATS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".txt", ".txt.gz")
+CHUNK_BYTES = 1 << 20  # about this much of a file is parsed and tokenised at a time
+LONGEST_LINE = 32 << 20  # bytes; longer ones are files that are not JSON lines
+MEND = "Fix it or pass --on_bad_row=skip."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One document or chat.
+
+    kind      what the row looked like in its file, for reports: "instruction/input/output"
+    text      the document, or None for a chat
+    messages  the chat as `Tokenizer.render_chat` takes it, or None for a document
+    unused    names of fields that held something and were not used
+    """
+
+    kind: str
+    text: str | None = None
+    messages: list[dict] | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> bytes:
+        """What makes two rows the same document or chat."""
+        value = self.text if self.messages is None else self.messages
+        return json.dumps(value, sort_keys=True).encode()
+
+
+class RowError(ValueError):
+    """A row that cannot be used; the text says what is wrong, without file and line."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file (path) or a split of a hub data set (its rows)."""
+
+    name: str  # as reports and errors call it
+    path: Path | None = None
+    rows: object = None  # a datasets.Dataset
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, or of the rows in memory maps of the hub's."""
+        return self.rows.data.nbytes if self.path is None else self.path.stat().st_size
+
+    @property
+    def format(self) -> str:
+        if self.path is None:
+            return "hub"
+        return next(f for f in sorted(FORMATS, key=len, reverse=True) if str(self.path).endswith(f))
+
+
+@dataclass
+class Chunk:
+    """A stretch of a source.
+
+    unit     what items are counted in, for errors: "line" or "row"
+    items    [(number from 1, raw item)]: bytes (a line of JSON), an object, or a RowError
+    whole    the one item is a whole .txt file
+    size     bytes of the file that this stretch took, for the progress bar
+    """
+
+    name: str
+    unit: str
+    items: list = field(default_factory=list)
+    whole: bool = False
+    size: int = 0
+
+
+def place(name: str, unit: str, number: int) -> str:
+    """Where a row stands: "data.jsonl, line 17"; number 0 is the file itself."""
+    return f"{name}, {unit} {number}" if number else name
+
+
+def sentence(where: str, error: RowError) -> str:
+    """The whole message about a bad row."""
+    text = str(error).removesuffix(".")
+    return f"{where}{', ' if text.startswith('field ') else ': '}{text}. {MEND}"
+
+
+# ----- what --data may name -----------------------------------------------------------------------
+
+
+def find_sources(data, val_data=None) -> tuple[list[Source], list[Source]]:
+    """(training sources, validation sources); the second is empty where validation has to be split
+    off the first.
+
+    data: a file; a directory (its train.* and val.* where it has both, else all its files of a
+    known format, at any depth); a glob pattern; or the name of a data set on the hub (its
+    `validation` split is the validation data where it has one). val_data: the same, but nothing is
+    split. UserError where nothing is found.
+    """
+    if val_data is not None:
+        return _sources(data, "data")[0], _all_of(_sources(val_data, "val_data"))
+    return _sources(data, "data")
+
+
+def _all_of(found: tuple[list[Source], list[Source]]) -> list[Source]:
+    """What validation data means: the val part where there is one, else everything."""
+    train, val = found
+    return val or train
+
+
+def _sources(data, option: str) -> tuple[list[Source], list[Source]]:
+    path = Path(data)
+    if path.is_dir():
+        train, val = (sorted(f for f in path.glob(f"{n}.*") if _known(f)) for n in ("train", "val"))
+        if not (train and val):
+            train, val = sorted(f for f in path.rglob("*") if _known(f) and f.is_file()), []
+        if not train:
+            raise UserError(f"{path} holds no data file. Known formats: {', '.join(FORMATS)}.")
+        return _files(train, path), _files(val, path)
+    if path.is_file():
+        if not _known(path):
+            raise UserError(f"{path}: unknown format. Known formats: {', '.join(FORMATS)}.")
+        return _files([path], path.parent), []
+    if glob.has_magic(str(data)):
+        found = sorted(Path(f) for f in glob.glob(str(data), recursive=True) if _known(Path(f)))
+        if not found:
+            raise UserError(f"No data file matches --{option}={data}.")
+        return _files(found, None), []
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(data)) and not _known(path):
+        return _hub_sources(str(data))
+    raise UserError(f"No such file or directory: --{option}={data}.")
+
+
+def _known(path: Path) -> bool:
+    return path.name.endswith(FORMATS)
+
+
+def _files(paths: list[Path], root: Path | None) -> list[Source]:
+    return [Source(str(p.relative_to(root)) if root else str(p), p) for p in paths]
+
+
+def _hub_sources(name: str) -> tuple[list[Source], list[Source]]:
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()  # else each retry is announced
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # network, no such name, a private data set, a broken script
+        raise UserError(
+            f"--data={name} is no file here, and the data set could not be loaded from the Hugging "
+            f"Face hub ({type(error).__name__}). Check the name and the network, or give a file."
+        ) from error
+    if "train" not in splits:
+        raise UserError(f"{name} has no split 'train', only {', '.join(splits)}.")
+    validation = next((s for s in ("validation", "val") if s in splits), None)
+    train = [Source(f"{name}/train", rows=splits["train"])]
+    return train, [Source(f"{name}/{validation}", rows=splits[validation])] if validation else []
+
+
+# ----- files to raw items -------------------------------------------------------------------------
+
+
+def read_chunks(source: Source) -> Iterator[Chunk]:
+    """The raw items of a source in order. What is wrong with the file itself comes as a RowError
+    among them; only running out of memory or disk raises."""
+    readers = {".jsonl": _read_lines, ".json": _read_json, ".csv": _read_csv}
+    readers |= {".parquet": _read_parquet, ".txt": _read_txt, "hub": _read_hub}
+    count = 0
+    try:
+        for chunk in readers[source.format.removesuffix(".gz")](source):
+            count += len(chunk.items)
+            yield chunk
+    except OSError as error:  # no permission, a disk that fails
+        problem = RowError(f"cannot be read ({error})")
+        yield Chunk(source.name, "row", [(0, problem)])
+        return
+    if not count:
+        yield Chunk(source.name, "row", [(0, RowError("the file is empty: it holds no row"))])
+
+
+def _open(path: Path):
+    """(binary stream of the content, the file underneath, whose position tells the progress)."""
+    file = open(path, "rb")
+    return (gzip.open(file), file) if path.name.endswith(".gz") else (file, file)
+
+
+CUT_SHORT = "the file is no gzip, or cut short or damaged here; what follows cannot be read"
+
+
+def _read_lines(source: Source) -> Iterator[Chunk]:
+    stream, file = _open(source.path)
+    with file:
+        chunk, used, done = Chunk(source.name, "line"), 0, 0
+        for number, item in _lines(stream):
+            chunk.items.append((number, item))
+            used += len(item) if isinstance(item, bytes) else 0
+            if used >= CHUNK_BYTES:
+                chunk.size, done = file.tell() - done, file.tell()
+                yield chunk
+                chunk, used = Chunk(source.name, "line"), 0
+        chunk.size = file.tell() - done
+        if chunk.items:
+            yield chunk
+
+
+def _lines(stream) -> Iterator[tuple[int, bytes | RowError]]:
+    """Lines without their ends; blank ones are passed over. CRLF and a byte-order mark are fine."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = stream.readline(LONGEST_LINE + 1)
+            length, rest = len(line), line
+            while length > LONGEST_LINE and rest and not rest.endswith(b"\n"):
+                rest = stream.readline(LONGEST_LINE)
+                length += len(rest)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            yield number, RowError(CUT_SHORT)
+            return
+        if not line:
+            return
+        if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            yield 0, RowError("the file is UTF-16. Convert it to UTF-8")
+            return
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if rest is not line and length > LONGEST_LINE:
+            problem = f"the line is {length:,} bytes long; a row may have {LONGEST_LINE:,}"
+            yield number, RowError(f"{problem}. Is it a .json or a binary file")
+        elif line.strip():
+            yield number, line.rstrip(b"\r\n")
+
+
+def _read_whole(source: Source) -> str:
+    """The text of a file, its line ends as \\n; RowError where it is not UTF-8."""
+    stream, file = _open(source.path)
+    with file:
+        try:
+            content = stream.read()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise RowError("the file is no gzip, or cut short or damaged") from error
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise RowError("the file is UTF-16. Convert it to UTF-8")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise RowError(f"invalid UTF-8 in line {line} ({_byte_of(error)})") from error
+    return text.replace("\r\n", "\n")
+
+
+def _read_txt(source: Source) -> Iterator[Chunk]:
+    """The whole file is one document."""
+    try:
+        text = _read_whole(source)
+    except RowError as error:
+        yield Chunk(source.name, "row", [(0, error)])
+        return
+    if text.strip():
+        size = source.size
+        yield Chunk(source.name, "document", [(0, {"text": text})], whole=True, size=size)
+
+
+def _read_json(source: Source) -> Iterator[Chunk]:
+    """A list of rows, or JSON lines under this name. The list is taken apart row by row, so that
+    what stands before a broken place is read."""
+    try:
+        text = _read_whole(source)
+    except RowError as error:
+        yield Chunk(source.name, "row", [(0, error)])
+        return
+    if not text.lstrip().startswith("["):
+        yield from _read_lines(source)
+        return
+    size = source.size
+    chunk, start = Chunk(source.name, "row"), 0
+    for number, (item, end) in enumerate(_json_list(text), 1):
+        chunk.items.append((number, item))
+        if end - start >= CHUNK_BYTES:
+            chunk.size = (end - start) * size // len(text)
+            yield chunk
+            chunk, start = Chunk(source.name, "row"), end
+    if chunk.items:
+        chunk.size = (len(text) - start) * size // len(text)
+        yield chunk
+
+
+def _json_list(text: str) -> Iterator[tuple[object, int]]:
+    """(element or RowError, where it ends) of a JSON list."""
+    decoder, space = json.JSONDecoder(), re.compile(r"[ \t\n\r]*")
+    position = space.match(text, text.index("[") + 1).end()
+    while True:
+        if text.startswith("]", position):
+            after = space.match(text, position + 1).end()
+            if after < len(text):
+                yield RowError(f"something follows the list ({_line_of(text, after)})"), after
+            return
+        try:
+            element, end = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno}, column {error.colno}"
+            yield (
+                RowError(f"not valid JSON ({error.msg} at {where}); what follows is lost"),
+                position,
+            )
+            return
+        except (ValueError, RecursionError) as error:
+            problem = f"not valid JSON ({_short(str(error))}, {_line_of(text, position)})"
+            yield RowError(f"{problem}; what follows is lost"), position
+            return
+        yield element, end
+        position = space.match(text, end).end()
+        if text.startswith(",", position):
+            position = space.match(text, position + 1).end()
+        elif not text.startswith("]", position):
+            problem = f"not valid JSON (expected , or ] at {_line_of(text, position)})"
+            yield RowError(f"{problem}; what follows is lost"), position
+            return
+
+
+def _line_of(text: str, position: int) -> str:
+    return f"line {text.count(chr(10), 0, position) + 1}"
+
+
+def _read_csv(source: Source) -> Iterator[Chunk]:
+    """The first line names the fields. Every value is a string."""
+    csv.field_size_limit(LONGEST_LINE)
+    with open(source.path, "rb") as file:
+        # surrogateescape: invalid bytes are found, and named, when the field is used
+        lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(lines, strict=True)
+        names, number = None, 0
+        chunk, done = Chunk(source.name, "row"), 0
+        while True:
+            try:
+                values = next(rows)
+            except StopIteration:
+                break
+            except csv.Error as error:
+                number += 1
+                chunk.items.append((number, RowError(f"not valid CSV ({error})")))
+                continue
+            if not values:
+                continue
+            if names is None:
+                names = values
+                continue
+            number += 1
+            if len(values) > len(names):
+                problem = f"{len(values)} values, but the first line names {len(names)} fields"
+                chunk.items.append((number, RowError(problem)))
+            else:
+                chunk.items.append((number, dict(zip(names, values, strict=False))))
+            if file.tell() - done >= CHUNK_BYTES:
+                chunk.size, done = file.tell() - done, file.tell()
+                yield chunk
+                chunk = Chunk(source.name, "row")
+        chunk.size = file.tell() - done
+        if chunk.items:
+            yield chunk
+
+
+def _read_parquet(source: Source) -> Iterator[Chunk]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number, size = 0, source.size
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            total = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=1000):
+                chunk = Chunk(source.name, "row", size=size * batch.num_rows // total)
+                for item in _batch_rows(batch):
+                    number += 1
+                    chunk.items.append((number, item))
+                yield chunk
+    except pyarrow.ArrowException as error:
+        problem = RowError(f"not a whole parquet file ({_short(str(error))})")
+        yield Chunk(source.name, "row", [(number + 1 if number else 0, problem)])
+
+
+def _batch_rows(batch) -> Iterable:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_batch_row(batch, i) for i in range(batch.num_rows)]
+
+
+def _batch_row(batch, i: int):
+    try:
+        return batch.slice(i, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return RowError(f"invalid UTF-8 ({_byte_of(error)})")
+
+
+def _read_hub(source: Source) -> Iterator[Chunk]:
+    number = 0
+    for columns in source.rows.iter(batch_size=1000):
+        chunk = Chunk(source.name, "row")
+        for values in zip(*columns.values(), strict=True):
+            number += 1
+            chunk.items.append((number, dict(zip(columns, values, strict=True))))
+        chunk.size = source.size * len(chunk.items) // len(source.rows)
+        yield chunk
+
+
+# ----- raw items to rows --------------------------------------------------------------------------
+
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant"}
+ROLES |= {"gpt": "assistant", "tool": "tool"}
+KNOWN = "text, messages, conversations, or instruction and output"
+# Fields that change what a chat means and that have no place in our rows.
+REFUSED = ("functions", "history", "function_call", "images")
+
+
+def parse(item) -> Row:
+    """A raw item as a row; RowError where it is not one."""
+    if isinstance(item, RowError):
+        raise item
+    if isinstance(item, bytes):
+        item = _parse_json(item)
+    if not isinstance(item, dict):
+        raise RowError(f"expected an object with fields, found {_described(item)}")
+    for name in REFUSED:
+        if item.get(name):
+            raise RowError(f"field '{name}': not supported, and a chat would mean less without it")
+    present = {name for name, value in item.items() if value is not None}
+    for name in ("messages", "conversations"):
+        if name in present:
+            return _chat(item, name)
+    if "instruction" in present or "output" in present:
+        return _instruction(item)
+    if "text" in present:
+        text = _string(item, "text")
+        if not text.strip():
+            raise RowError("field 'text': the text is empty")
+        return Row("text", text=text, unused=_unused(item, "text"))
+    for name in ("text", "messages", "conversations", "instruction", "output"):
+        if name in item:
+            raise RowError(f"field '{name}': expected something, found null")
+    found = ", ".join(_short(repr(name)) for name in list(item)[:8]) or "no field"
+    raise RowError(f"no known field: expected {KNOWN}, found {found}")
+
+
+def _parse_json(line: bytes):
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RowError(f"invalid UTF-8 ({_byte_of(error)})") from error
+    except json.JSONDecodeError as error:
+        raise RowError(f"not valid JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 10,000 brackets
+        raise RowError(f"not valid JSON ({_short(str(error))})") from error
+
+
+def _chat(item: dict, name: str) -> Row:
+    turns = item[name]
+    if not isinstance(turns, list):
+        raise RowError(f"field '{name}': expected a list, found {_described(turns)}")
+    if not turns:
+        raise RowError(f"field '{name}': the list is empty")
+    messages = _system_of(item)
+    offset = len(messages)
+    unused = set(_unused(item, name, "system", "tools"))
+    tools = _listed(item, "tools")
+    for i, turn in enumerate(turns):
+        where = f"{name}[{i}]"
+        if not isinstance(turn, dict):
+            raise RowError(f"field '{where}': expected an object, found {_described(turn)}")
+        messages.append(_message(turn, where))
+        if messages[-1]["role"] == "system":  # MiniMind's rows have them here
+            tools = _listed(turn, "tools", where) or tools
+        unused |= set(_unused(turn, *TURN_FIELDS))
+    _check_turns(messages, name, offset)
+    if tools and messages[0]["role"] == "system":
+        messages[0]["tools"] = tools
+    elif tools:
+        messages.insert(0, {"role": "system", "content": None, "tools": tools})
+    return Row(name, messages=messages, unused=tuple(sorted(unused)))
+
+
+TURN_FIELDS = ("role", "from", "content", "value", "reasoning_content", "tool_calls", "tools")
+
+
+def _message(turn: dict, where: str) -> dict:
+    """{"role", "content"} of one turn, "reasoning_content" and "tool_calls" where it has them."""
+    for name in REFUSED:
+        if turn.get(name):
+            raise RowError(f"field '{where}.{name}': not supported")
+    role_field = "from" if turn.get("role") is None and "from" in turn else "role"
+    content_field = "value" if turn.get("content") is None and "value" in turn else "content"
+    role = _string(turn, role_field, where)
+    if role not in ROLES:
+        known = ", ".join(sorted(ROLES))
+        raise RowError(
+            f"field '{where}.{role_field}': unknown role {_short(role)!r} (known: {known})"
+        )
+    role = ROLES[role]
+    calls = _tool_calls(turn, where)
+    silent = calls and turn.get(content_field) is None  # a call may stand without words
+    message = {"role": role, "content": "" if silent else _string(turn, content_field, where)}
+    if role == "assistant" and not message["content"].strip() and not calls:
+        raise RowError(f"field '{where}.{content_field}': the assistant's answer is empty")
+    if calls:
+        message["tool_calls"] = calls
+    if turn.get("reasoning_content") is not None:
+        if reasoning := _string(turn, "reasoning_content", where):
+            message["reasoning_content"] = reasoning
+    for name in ("reasoning_content", "tool_calls"):
+        if name in message and role != "assistant":
+            raise RowError(f"field '{where}.{name}': only an assistant has this, not {role}")
+    return message
+
+
+def _tool_calls(turn: dict, where: str) -> list[dict]:
+    """[{"name", "arguments"}], the arguments an object or a string of JSON."""
+    calls = []
+    for i, call in enumerate(_listed(turn, "tool_calls", where)):
+        place_of_call = f"{where}.tool_calls[{i}]"
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            call = call["function"]
+        if not isinstance(call, dict):
+            raise RowError(f"field '{place_of_call}': expected an object, found {_described(call)}")
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict | str):
+            found = _described(arguments)
+            raise RowError(f"field '{place_of_call}.arguments': expected an object, found {found}")
+        calls.append({"name": _string(call, "name", place_of_call), "arguments": arguments})
+    return calls
+
+
+def _listed(item: dict, name: str, where: str = "") -> list:
+    """A field that is a list, or JSON text of one, or nothing."""
+    label = f"{where}.{name}" if where else name
+    value = item.get(name)
+    if not value:
+        return []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"field '{label}': the text is not valid JSON") from error
+    if not isinstance(value, list):
+        raise RowError(f"field '{label}': expected a list, found {_described(value)}")
+    if not _is_text(json.dumps(value, ensure_ascii=False)):
+        raise RowError(f"field '{label}': half of a surrogate pair is no character")
+    return value
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+# what may stand before each role
+BEFORE = {"user": (None, "assistant"), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
+
+
+def _check_turns(messages: list[dict], name: str, offset: int) -> None:
+    """An optional system message, then user and assistant in turn; tools answer the calls between
+    two of the assistant's."""
+    before = None
+    for i, message in enumerate(messages):
+        role, where = message["role"], f"field '{name}[{i - offset}]'"
+        if role == "system":
+            if i:
+                raise RowError(f"{where}: a system message may only stand first")
+            continue
+        if role == before != "tool":
+            raise RowError(f"{where}: two {role} turns in a row")
+        if before not in BEFORE[role]:
+            if before is None:
+                raise RowError(f"{where}: expected the user to begin, found {role}")
+            raise RowError(f"{where}: {role} may not stand behind {before}")
+        if role == "tool" and before == "assistant" and "tool_calls" not in messages[i - 1]:
+            raise RowError(f"{where}: a tool answers, but the assistant did not call one")
+        before = role
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowError(f"field '{name}': no assistant turn, so nothing to learn")
+
+
+def _instruction(item: dict) -> Row:
+    names = [name for name in ("instruction", "input", "output") if item.get(name) is not None]
+    request, answer = _string(item, "instruction"), _string(item, "output")
+    if item.get("input") is not None and (context := _string(item, "input")):
+        request = f"{request}\n\n{context}"
+    if not answer.strip():
+        raise RowError("field 'output': the answer is empty")
+    messages = _system_of(item)
+    messages += [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
+    unused = _unused(item, "instruction", "input", "output", "system")
+    return Row("/".join(names), messages=messages, unused=unused)
+
+
+def _system_of(item: dict) -> list[dict]:
+    if not item.get("system"):
+        return []
+    return [{"role": "system", "content": _string(item, "system")}]
+
+
+def _unused(item: dict, *used: str) -> tuple[str, ...]:
+    """The names of the other fields that hold something (0 is something; "" and [] are not)."""
+    empty = (None, "", [], {})
+    names = (name for name, value in item.items() if name not in used and value not in empty)
+    return tuple(sorted(_short(str(name)) for name in names))
+
+
+def _string(item: dict, name: str, where: str = "") -> str:
+    """A field that must be text made of characters."""
+    label = f"{where}.{name}" if where else name
+    if name not in item:
+        raise RowError(f"field '{label}': missing")
+    value = item[name]
+    if not isinstance(value, str):
+        raise RowError(f"field '{label}': expected a string, found {_described(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(value[error.start])
+        if 0xDC80 <= code <= 0xDCFF:  # a byte that the CSV reader could not decode
+            raise RowError(
+                f"field '{label}': invalid UTF-8 (byte 0x{code - 0xDC00:02x})"
+            ) from error
+        problem = f"half of a surrogate pair (\\u{code:04x}) is no character"
+        raise RowError(f"field '{label}': {problem}") from error
+    return value
+
+
+def _described(value) -> str:
+    """A value as JSON names it, for "expected a string, found ..."."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+    names |= {list: "a list", dict: "an object"}
+    kind = names.get(type(value), f"a {type(value).__name__}")
+    try:
+        shown = value if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return kind
+    return f"{kind} ({_short(shown)})"
+
+
+def _byte_of(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} at position {error.start:,}"
+
+
+def _short(text: str, limit: int = 60) -> str:
+    text = " ".join(text.split())
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,507 @@
+"""Rows on disk: what each row holds, what is dropped, the split, the cache, and many processes.
+
+The expected rows are computed here from the documents by hand, with bytes as tokens (id = 4 + byte,
+0 end, 1 beginning), so that nothing of the code under test is used to check it.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from config import UserError
+from data import dataset
+from data.dataset import load_dataset, training_texts
+from data.tokenizer import CHATML_TEMPLATE, Tokenizer
+from tests.test_tokenizer import qwen_like
+
+REAL = Path(__file__).parents[2] / "shared" / "data"
+EOS, BOS, START, END = range(4)
+
+
+@pytest.fixture(scope="module")
+def by_bytes():
+    return Tokenizer.load("bytes")
+
+
+def write_lines(path: Path, rows) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def load(tmp_path, data, val=None, tokenizer=None, max_seq_len=64, **options):
+    return load_dataset(
+        data,
+        val,
+        options.pop("val_fraction", 0.1),
+        tokenizer=tokenizer or Tokenizer.load("bytes"),
+        max_seq_len=max_seq_len,
+        cache_dir=tmp_path / "cache",
+        progress=False,
+        **options,
+    )
+
+
+def documents(n, seed=0, longest=40):
+    rng = random.Random(seed)
+    return [
+        {"text": f"{i} " + "".join(rng.choices("ab é\n", k=rng.randrange(longest)))}
+        for i in range(n)
+    ]
+
+
+def ids_of(text: str) -> list[int]:
+    return [BOS, *(4 + byte for byte in text.encode()), EOS]
+
+
+def all_rows(rows):
+    return [tuple(part.tolist() for part in rows[i]) for i in range(len(rows))]
+
+
+def chat(*turns, system=None):
+    messages = [{"role": "system", "content": system}] if system else []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return {"messages": messages}
+
+
+# ----- pretraining rows (invariants 15, 16) -------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_seq_len", [2, 3, 7, 16, 1000])
+def test_every_token_after_the_first_is_a_target_once(tmp_path, max_seq_len):
+    texts = documents(60)
+    data = write_lines(tmp_path / "data.jsonl", texts[:50])
+    val = write_lines(tmp_path / "val.jsonl", texts[50:])
+    rows, _ = load(tmp_path, data, val, max_seq_len=max_seq_len)
+
+    expected = [ids_of(row["text"]) for row in texts[:50]]
+    assert rows.num_documents == 50
+    assert rows.num_tokens == sum(map(len, expected))
+    assert rows.num_targets == sum(len(ids) - 1 for ids in expected)
+    assert rows.target_bytes == sum(len(row["text"].encode()) for row in texts[:50])
+    assert rows.lengths.tolist() == [len(input_ids) for input_ids, _ in all_rows(rows)]
+    assert rows.lengths.min() >= 2 and rows.lengths.max() <= max_seq_len
+
+    predicted, document = [], []
+    for input_ids, labels in all_rows(rows):
+        assert labels[0] == -100
+        # the loss at position t predicts labels[t + 1], which is the token that follows
+        assert labels[1:] == input_ids[1:]
+        if input_ids[0] == BOS:
+            document.append(BOS)
+        assert input_ids[0] == document[-1]  # the overlap: one token, already a target
+        document += labels[1:]
+        if input_ids[-1] == EOS:
+            predicted.append(document)
+            document = []
+    assert predicted == expected
+    targets = [sum(label != -100 for label in labels) for _, labels in all_rows(rows)]
+    assert sum(targets) == rows.num_targets
+
+
+def test_the_end_is_supervised_though_it_is_also_the_pad(tmp_path, by_bytes):
+    assert by_bytes.pad_token_id == by_bytes.eos_token_id
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "ab"}])
+    val = write_lines(tmp_path / "v.jsonl", [{"text": "xy"}])
+    rows, _ = load(tmp_path, data, val)
+    assert all_rows(rows) == [([BOS, 101, 102, EOS], [-100, 101, 102, EOS])]
+
+
+def test_without_bos_none_is_added_and_the_end_stays(tmp_path, by_bytes):
+    by_bytes.save(tmp_path / "tokenizer")
+    config = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
+    config["bos_token"] = None
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "ab"}, {"text": "c"}])
+    val = write_lines(tmp_path / "v.jsonl", [{"text": "xy"}])
+    rows, _ = load(tmp_path, data, val, Tokenizer.load(tmp_path / "tokenizer"))
+    assert all_rows(rows) == [([101, 102, EOS], [-100, 102, EOS]), ([103, EOS], [-100, EOS])]
+    assert rows.target_bytes == 1
+
+
+# ----- chats --------------------------------------------------------------------------------------
+
+
+def test_only_answers_and_their_ends_are_supervised(tmp_path, by_bytes):
+    one = chat(("q", "a1"), ("r", "a2"), system="s")
+    data = write_lines(tmp_path / "d.jsonl", [one])
+    val = write_lines(tmp_path / "v.jsonl", [chat(("v", "w"))])
+    rows, _ = load(tmp_path, data, val, max_seq_len=200)
+    input_ids, labels = all_rows(rows)[0]
+    assert by_bytes.decode(input_ids) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+        "a1<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\na2<|im_end|>\n"
+    )
+    told = [label for label in labels if label != -100]
+    assert by_bytes.decode(told) == "a1<|im_end|>a2<|im_end|>"
+    assert all(i == label for i, label in zip(input_ids, labels, strict=True) if label != -100)
+    assert (rows.num_targets, rows.target_bytes) == (6, 4)
+
+
+def test_documents_and_chats_may_stand_in_one_file(tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", [{"text": "ab"}, chat(("q", "a"))])
+    val = write_lines(tmp_path / "v.jsonl", [{"text": "xy"}])
+    rows, _ = load(tmp_path, data, val)
+    assert [sum(label != -100 for label in labels) for _, labels in all_rows(rows)] == [3, 2]
+    assert "2 rows: 1 messages, 1 text" in rows.report
+
+
+def length(*contents_and_roles):
+    """Tokens of turns under bytes: <|im_start|>, role, break, content, <|im_end|>, break."""
+    return sum(len(role) + len(content) + 4 for role, content in contents_and_roles)
+
+
+def test_a_long_chat_loses_whole_oldest_turns_first_and_keeps_its_system_message(
+    tmp_path, by_bytes
+):
+    turns = [("u" * 10, "a" * 20), ("v" * 10, "b" * 20), ("w" * 10, "c" * 20)]
+    data = write_lines(tmp_path / "d.jsonl", [chat(*turns, system="sys")])
+    val = write_lines(tmp_path / "v.jsonl", [chat(("q", "a"))])
+    system = length(("system", "sys"))
+    pair = length(("user", "u" * 10), ("assistant", "a" * 20))
+    for limit, kept, cut in (
+        (system + 3 * pair, turns, False),
+        (system + 3 * pair - 1, turns[1:], True),
+        (system + 2 * pair, turns[1:], True),
+        (system + 2 * pair - 1, turns[2:], True),
+        (system + pair, turns[2:], True),
+    ):
+        rows, _ = load(tmp_path, data, val, max_seq_len=limit)
+        expected, _ = by_bytes.render_chat(chat(*kept, system="sys")["messages"])
+        assert rows[0][0].tolist() == expected
+        assert ("1 cut to fit" in rows.report) == cut
+
+
+def test_what_is_still_too_long_is_cut_and_what_keeps_no_answer_is_dropped(tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", [chat(("q", "abcdef")), chat(("q" * 9, "abc"))])
+    val = write_lines(tmp_path / "v.jsonl", [chat(("v", "w"))])
+    prompt = length(("user", "q")) + len("S") + len("assistant\n")
+    for limit, targets in ((prompt + 4, 4), (prompt + 1, 1)):
+        rows, _ = load(tmp_path, data, val, max_seq_len=limit)
+        assert len(rows) == 1 and len(rows[0][0]) == limit
+        assert (rows[0][1] != -100).sum() == targets
+        assert "2 rows: messages" in rows.report and "1 dropped, 2 cut to fit" in rows.report
+    with pytest.raises(UserError, match="no row is left to train on.*\n.*2 dropped"):
+        load(tmp_path, data, val, max_seq_len=prompt)
+
+
+def test_chats_with_a_tokenizer_that_cannot_write_them(tmp_path, by_bytes):
+    by_bytes.save(tmp_path / "tokenizer")
+    content = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(content.replace("<|im_start|>", "<x>"))
+    data = write_lines(tmp_path / "d.jsonl", [chat(("q", "a"))])
+    with pytest.raises(UserError, match=r"d.jsonl, line 1: .* has no <\|im_start\|>"):
+        load(tmp_path, data, data, Tokenizer.load(tmp_path / "tokenizer"))
+
+
+# ----- reports and bad rows -----------------------------------------------------------------------
+
+
+def test_the_report_says_what_a_file_gave(tmp_path):
+    rows = [
+        {"instruction": "I", "input": "J", "output": "O", "id": i, "q": str(i)} for i in range(1100)
+    ]
+    for i, row in enumerate(rows):
+        row["instruction"] += str(i)
+    data = write_lines(tmp_path / "d.jsonl", rows)
+    val = write_lines(tmp_path / "v.jsonl", rows[:100])
+    train, held = load(tmp_path, data, val, max_seq_len=100)
+    assert train.report == (
+        f"d.jsonl: 1,000 rows: instruction/input/output, {train.num_tokens:,} tokens, "
+        "2,000 supervised, 0 dropped, 100 left out because they validate, fields not used: id q"
+    )
+    assert held.report.startswith("v.jsonl: 100 rows: instruction/input/output, ")
+
+
+def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path):
+    texts = documents(30)
+    path = write_lines(tmp_path / "d.jsonl", texts)
+    path.write_bytes(path.read_bytes() + b'{"text": 12}\n{"text": null}\n{"text": "good"}\n')
+    val = write_lines(tmp_path / "v.jsonl", [{"text": "xy"}])
+    with pytest.raises(UserError) as error:
+        load(tmp_path, path, val)
+    assert str(error.value) == (
+        "d.jsonl, line 31, field 'text': expected a string, found a number (12). "
+        "Fix it or pass --on_bad_row=skip."
+    )
+    assert [entry.name for entry in (tmp_path / "cache").glob("*.building")] == []
+    rows, _ = load(tmp_path, path, val, on_bad_row="skip")
+    assert rows.num_documents == 31
+    assert "2 bad skipped (first: d.jsonl, line 31: field 'text': expected a string" in rows.report
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"val_fraction": 0.0}, r"--val_fraction \(0.0\) must lie between 0 and 1"),
+        ({"val_fraction": 1}, "val_fraction"),
+        ({"max_seq_len": 1}, r"--max_seq_len \(1\) must be at least 2"),
+        ({"on_bad_row": "ignore"}, "--on_bad_row"),
+    ],
+)
+def test_settings_are_checked(tmp_path, options, complaint):
+    data = write_lines(tmp_path / "d.jsonl", documents(5))
+    with pytest.raises(UserError, match=complaint):
+        load(tmp_path, data, **options)
+
+
+def test_nothing_left_to_validate_on(tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", documents(1))
+    with pytest.raises(UserError, match="no row is left to .* on"):
+        load(tmp_path, data, val_fraction=1e-9)
+
+
+# ----- the split ----------------------------------------------------------------------------------
+
+
+def texts_of(rows, by_bytes):
+    return [by_bytes.decode(ids[1:-1]) for ids, _ in all_rows(rows)]
+
+
+def test_the_split_is_by_content_and_stays_when_rows_are_added(tmp_path, by_bytes):
+    texts = documents(1000)
+    some = write_lines(tmp_path / "some.jsonl", texts[:600])
+    more = write_lines(tmp_path / "more.jsonl", texts[::-1] + texts[:50])
+    train, val = (texts_of(side, by_bytes) for side in load(tmp_path, some))
+    more_train, more_val = (texts_of(side, by_bytes) for side in load(tmp_path, more))
+    assert sorted(train + val) == sorted(row["text"] for row in texts[:600])
+    assert set(train) < set(more_train) and set(val) < set(more_val)
+    assert not set(more_train) & set(more_val)  # though 50 rows occur twice
+    assert 40 <= len(val) <= 80  # 60 expected
+    assert len(load(tmp_path, some, val_fraction=0.5)[1]) > 250
+
+
+def test_a_txt_is_split_by_position(tmp_path, by_bytes):
+    text = "".join(f"line {i} é\n" for i in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    train, val = load(tmp_path, tmp_path / "a.txt", max_seq_len=100_000)
+    cut = round(len(text) * 0.9)
+    assert (texts_of(train, by_bytes), texts_of(val, by_bytes)) == ([text[:cut]], [text[cut:]])
+    assert "a.txt: 1 row: text" in train.report
+
+
+def test_validation_data_of_its_own_never_trains(tmp_path, by_bytes):
+    texts = documents(100)
+    data = write_lines(tmp_path / "d.jsonl", texts)
+    val = write_lines(tmp_path / "v.jsonl", texts[90:] + [{"text": "other"}])
+    train, held = load(tmp_path, data, val)
+    assert texts_of(train, by_bytes) == [row["text"] for row in texts[:90]]
+    assert texts_of(held, by_bytes) == [row["text"] for row in texts[90:]] + ["other"]
+    assert "10 left out because they validate" in train.report
+
+
+def test_a_directory_with_train_and_val(tmp_path, by_bytes):
+    (tmp_path / "corpus").mkdir()
+    texts = documents(10)
+    write_lines(tmp_path / "corpus" / "train.jsonl", texts[:8])
+    write_lines(tmp_path / "corpus" / "val.jsonl", texts[8:])
+    train, val = load(tmp_path, tmp_path / "corpus")
+    assert (len(train), len(val)) == (8, 2)
+    assert list(training_texts(tmp_path / "corpus")) == [row["text"] for row in texts[:8]]
+
+
+def test_training_texts_are_those_of_the_training_split(tmp_path, by_bytes):
+    data = write_lines(tmp_path / "d.jsonl", documents(300))
+    train, _ = load(tmp_path, data)
+    assert list(training_texts(data)) == texts_of(train, by_bytes)
+    val = write_lines(tmp_path / "v.jsonl", documents(300)[200:])
+    train, _ = load(tmp_path, data, val)
+    assert list(training_texts(data, val)) == texts_of(train, by_bytes)
+    (tmp_path / "a.txt").write_text("abcdefghij" * 10)
+    assert "".join(training_texts(tmp_path / "a.txt")) == "abcdefghij" * 9
+    chats = write_lines(tmp_path / "c.jsonl", [chat(("q", "a"), system="s")])
+    assert list(training_texts(chats, val)) == ["s", "q", "a"]
+    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match="bad.jsonl, line 1"):
+        list(training_texts(tmp_path / "bad.jsonl", val))
+    assert list(training_texts(tmp_path / "bad.jsonl", val, on_bad_row="skip")) == ["b"]
+
+
+def test_a_hub_data_set_is_cached_by_its_fingerprint(tmp_path, monkeypatch, by_bytes):
+    import datasets
+
+    rows = documents(1200)
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: splits)
+    train, val = load(tmp_path, "owner/stories")
+    texts = texts_of(train, by_bytes) + texts_of(val, by_bytes)
+    assert sorted(texts) == sorted(row["text"] for row in rows)
+    assert train.report.startswith("owner/stories/train: ")
+    load(tmp_path, "owner/stories")
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    splits["train"] = splits["train"].select(range(600))
+    train, val = load(tmp_path, "owner/stories")
+    assert len(train) + len(val) == 600
+
+
+# ----- long texts ---------------------------------------------------------------------------------
+
+
+def test_a_long_text_in_parts_has_the_ids_of_the_whole(monkeypatch, tmp_path):
+    rng = random.Random(0)
+    words = [
+        "cat",
+        " dog",
+        "\n",
+        "\n\n",
+        "  ",
+        "\t",
+        "é",
+        "12",
+        "'s",
+        "!",
+        " \n",
+        "猫",
+        "\r\n",
+        "🙂",
+    ]
+    text = "".join(rng.choices(words, k=20_000))
+    trained = Tokenizer.train([text[:5000]], 400, progress=False)
+    tokenizers = [trained, Tokenizer.load("bytes")]
+    tokenizers.append(Tokenizer.load(qwen_like(tmp_path / "q", CHATML_TEMPLATE)))
+    monkeypatch.setattr(dataset, "PART_CHARACTERS", 100)
+    parts = list(dataset._parts(text))
+    assert len(parts) > 100 and "".join(parts) == text
+    for tokenizer in tokenizers:
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = dataset._document_ids(text, tokenizer)
+        assert ids.tolist() == [*bos, *tokenizer.encode(text), tokenizer.eos_token_id]
+
+
+# ----- the cache ----------------------------------------------------------------------------------
+
+
+def test_the_cache_is_used_until_content_or_settings_change(tmp_path, monkeypatch, by_bytes):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    built = []
+    build = dataset._build
+
+    def counting(*arguments):
+        built.append(1)
+        build(*arguments)
+
+    monkeypatch.setattr(dataset, "_build", counting)
+
+    def builds(**options):
+        before = len(built)
+        load(tmp_path, options.pop("data", data), **options)
+        return len(built) - before
+
+    assert builds() == 1
+    assert builds() == 0
+    os.utime(data)
+    assert builds() == 0  # touched, the same content
+    assert builds(max_seq_len=32) == 1
+    assert builds(val_fraction=0.2) == 1
+    assert builds(on_bad_row="skip") == 1
+    assert builds(tokenizer=Tokenizer.train(["aa ab"], 261, progress=False)) == 1
+    assert builds() == 0
+    stat = data.stat()
+    data.write_text(data.read_text().replace("a", "b"))
+    os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert data.stat().st_size == stat.st_size
+    assert builds() == 1  # the same size and time, other content
+    val = write_lines(tmp_path / "v.jsonl", documents(5, seed=1))
+    assert builds(val=val) == 2
+    write_lines(val, documents(6, seed=1))
+    assert builds(val=val) == 2  # what trains depends on what validates
+
+
+def test_rows_from_the_cache_are_mapped_and_small(tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    first, _ = load(tmp_path, data)
+    second, _ = load(tmp_path, data)
+    assert all_rows(first) == all_rows(second) and first.report == second.report
+    assert isinstance(second.tokens, np.memmap) and second.tokens.dtype == np.uint16
+    assert second.supervised is None
+    files = sorted(f.name for f in (tmp_path / "cache").rglob("train/*"))
+    assert files == ["hashes.npy", "lengths.npy", "starts.npy", "summary.json", "tokens.npy"]
+
+
+def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path, monkeypatch):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset._SideWriter, "close", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load(tmp_path, data)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert len(load(tmp_path, data)[0]) > 30
+
+
+def test_a_faster_process_wins(tmp_path, monkeypatch):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    expected = all_rows(load(tmp_path, data)[0])
+    ready = next((tmp_path / "cache").iterdir())
+    away = ready.rename(tmp_path / "away")
+    build = dataset._build
+
+    def overtaken(*arguments):
+        build(*arguments)
+        away.rename(ready)
+
+    monkeypatch.setattr(dataset, "_build", overtaken)
+    assert all_rows(load(tmp_path, data)[0]) == expected
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [ready.name]
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path, by_bytes, monkeypatch):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    monkeypatch.setattr(by_bytes, "vocab_size", 65_537)
+    assert load(tmp_path, data, tokenizer=by_bytes)[0].tokens.dtype == np.uint32
+
+
+def test_many_processes_give_the_rows_of_one(tmp_path, monkeypatch):
+    texts = documents(400) + [chat((f"q{i}", "a" * (i % 7 + 1))) for i in range(100)]
+    data = write_lines(tmp_path / "d.jsonl", texts)
+    data.write_bytes(data.read_bytes() + b"{}\n")
+    (tmp_path / "e.txt").write_text("a whole text\n" * 10)
+    pattern = str(tmp_path / "*.*")
+    alone = load(tmp_path, pattern, on_bad_row="skip")
+    monkeypatch.setattr(dataset, "PARALLEL_ABOVE", 0)
+    monkeypatch.setattr(dataset, "_processors", lambda: 2)
+    monkeypatch.setattr("data.sources.CHUNK_BYTES", 500)
+    together = load_dataset(
+        pattern,
+        tokenizer=Tokenizer.load("bytes"),
+        max_seq_len=64,
+        on_bad_row="skip",
+        cache_dir=tmp_path / "other",
+        progress=False,
+    )
+    for ours, theirs in zip(alone, together, strict=True):
+        assert all_rows(ours) == all_rows(theirs) and ours.report == theirs.report
+        assert (ours.num_targets, ours.target_bytes) == (theirs.num_targets, theirs.target_bytes)
+    with pytest.raises(UserError, match="line 501: no known field"):
+        load(tmp_path, pattern)
+
+
+# ----- real files ---------------------------------------------------------------------------------
+
+
+def test_shakespeare_trains_on_its_first_tenths(tmp_path, by_bytes):
+    path = REAL / "tinyshakespeare.txt"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    text = path.read_text()
+    train, val = load(tmp_path, path, max_seq_len=256)
+    assert train.num_targets == round(0.9 * len(text)) + 1
+    assert train.num_tokens + val.num_tokens == len(text) + 4
+    assert by_bytes.decode(train[0][0]) == "<|bos|>" + text[:255]
+
+
+def test_instructions_are_all_read(tmp_path):
+    path = REAL / "instructions.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    train, val = load(tmp_path, path, max_seq_len=512)
+    assert len(train) + len(val) == 1100
+    assert "rows: instruction/input/output" in train.report and "0 dropped" in train.report
