@@ -128,7 +128,7 @@ def rope_frequencies(config: GPTConfig, device: torch.device) -> tuple[Tensor, f
 
 
 def rope_tables(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions (B or 1, T): two fp32 tensors (B or 1, 1, T, D).
+    """cos and sin for positions (B or 1, T): two fp32 tensors (B or 1, 1, T, D/2).
 
     Made anew in each forward, always in fp32: there is no buffer that `model.to(bfloat16)` could
     round (at position 30,000 a bf16 angle is off by whole turns) or that meta-device
@@ -136,7 +136,6 @@ def rope_tables(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """
     frequencies, attention_factor = rope_frequencies(config, positions.device)
     angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D/2)
-    angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, D)
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
@@ -146,9 +145,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     This is Hugging Face's `rotate_half` pairing. Pairing neighbours (2i, 2i + 1), as the paper
     draws it, is a different function: weights trained with one are wrong in the other.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos + turned * sin).type_as(x)
+    first, second = x.chunk(2, dim=-1)  # (B, heads, T, D/2) each
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.type_as(x)
 
 
 # ------------------------------------------------------------------- what it remembers: KVCache
@@ -242,7 +241,7 @@ class AttentionPlan:
       - Left padding needs the mask: pads stand before the real tokens, where these would see them.
     """
 
-    cos: Tensor  # (B or 1, 1, T, D) fp32
+    cos: Tensor  # (B or 1, 1, T, D/2) fp32
     sin: Tensor
     visible: Tensor | None = None  # (B, 1, T, S) bool, True: may look. None: no mask is needed
     blind: Tensor | None = None  # (B, 1, T, 1) bool, True: sees nothing. None: there is no such
@@ -380,8 +379,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
-        return (wide * self.weight).type_as(x)
+        # The same as wide.pow(2).mean(), but in one pass and with a backward of two.
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).type_as(x)
 
 
 class Attention(nn.Module):

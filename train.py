@@ -77,6 +77,8 @@ def train(config: TrainConfig) -> None:
     with machine.first_process_first():
         tokenizer = choose_tokenizer(config, tokenizer)
         train_rows, val_rows, floor = load_rows(config, tokenizer)
+    if train_rows.is_chat:
+        tokenizer.learn_chats()
     say(f"tokenizer   {tokenizer.vocab_size:,} ids")
     say(f"training    {train_rows.report}")
     say(f"validation  {val_rows.report}")
@@ -534,7 +536,9 @@ def sample_text(
         forbidden_ids=tokenizer.unused_ids
         + list(range(tokenizer.vocab_size, model.config.vocab_size)),
     )
-    return tokenizer.decode(prompt + new_tokens[0])
+    beginning = [tokenizer.bos_token_id]
+    shown = prompt[1:] if prompt[:1] == beginning else prompt
+    return tokenizer.decode(shown + new_tokens[0])
 
 
 class StopSignal:

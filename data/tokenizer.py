@@ -28,8 +28,8 @@ from config import UserError
 END_OF_TEXT, BEGIN, CHAT_START, CHAT_END = "<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
 OWN_SPECIALS = [END_OF_TEXT, BEGIN, CHAT_START, CHAT_END]  # ids 0 to 3 of the tokenizers made here
 
-# Plain ChatML. Tokenizers made here carry it, and so does one that has the two chat tokens but no
-# template of its own.
+# Plain ChatML: how chats are written with a tokenizer that has the two chat tokens but no template
+# of its own, which ours get with their first chats.
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -104,7 +104,7 @@ class Tokenizer:
             self.stop_ids.append(ids[CHAT_END])
         self.chat_style = None  # None: this tokenizer writes no chats
         if CHAT_START in ids and CHAT_END in ids:
-            template = files[1].setdefault("chat_template", CHATML_TEMPLATE)
+            template = files[1].get("chat_template", CHATML_TEMPLATE)
             self.chat_style = ChatStyle.of_template(template, bos, encoding.name)
 
     # ----- making one ---------------------------------------------------------------------------
@@ -183,7 +183,6 @@ class Tokenizer:
             "add_eos_token": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": 1_000_000_000,
-            "chat_template": CHATML_TEMPLATE,
         }
         added = {name: (i, True) for i, name in enumerate(OWN_SPECIALS)}
         content = _write_tokenizer_json(vocab, kept, added, pattern=None)
@@ -254,7 +253,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self.chat_style is not None
+        """Whether its files say how chats are written. A base model's do not."""
+        return "chat_template" in self._files[1]
+
+    def learn_chats(self) -> None:
+        """From now on a chat model's: its files get our ChatML template if they have none."""
+        self._files[1].setdefault("chat_template", CHATML_TEMPLATE)
 
     def render_chat(
         self, messages: list[dict], add_generation_prompt: bool = False

@@ -31,6 +31,7 @@ EOS, BOS, IM_START, IM_END = range(4)
 
 def save_checkpoint(directory: Path, **changes) -> Path:
     tokenizer = Tokenizer.load("bytes")
+    tokenizer.learn_chats()
     shape = dict(vocab_size=tokenizer.vocab_size + 4, tie_word_embeddings=False)  # 4 unused rows
     random_model(tiny(**shape | changes)).save_pretrained(directory)
     tokenizer.save(directory)

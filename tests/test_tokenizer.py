@@ -537,7 +537,9 @@ def chat_pair(request, tmp_path_factory):
             pytest.skip(f"{MINIMIND} is not here")
         Tokenizer.load(MINIMIND).save(directory)
     elif request.param == "ours":
-        Tokenizer.train(CORPUS, 600, progress=False).save(directory)
+        made = Tokenizer.train(CORPUS, 600, progress=False)
+        made.learn_chats()
+        made.save(directory)
     else:
         qwen_like(directory, TEMPLATES[request.param])
     return Tokenizer.load(directory), auto_tokenizer(directory)
@@ -725,6 +727,20 @@ def test_an_answer_that_begins_with_white_space_is_encoded_apart_from_its_prompt
     assert ids[len(prompt) :][: len(ours.encode("\nHi"))] == ours.encode("\nHi")
     assert ids != their_ids(theirs, chat)
     assert ours.decode(ids) == theirs.apply_chat_template(chat, tokenize=False)
+
+
+def test_only_a_tokenizer_that_learned_chats_says_so_in_its_files(tmp_path):
+    """So that sample.py --chat can tell a chat model from a base model."""
+    made = Tokenizer.load("bytes")
+    made.save(tmp_path / "base")
+    assert not Tokenizer.load(tmp_path / "base").has_chat_template
+    made.learn_chats()
+    made.save(tmp_path / "chat")
+    chat = Tokenizer.load(tmp_path / "chat")
+    assert chat.has_chat_template
+    base = Tokenizer.load(tmp_path / "base")
+    assert base.render_chat([USER, ANSWER]) == chat.render_chat([USER, ANSWER])
+    assert base.fingerprint == chat.fingerprint
 
 
 def test_contents_cannot_end_a_turn(chat_pair):

@@ -423,6 +423,19 @@ def test_a_context_beyond_the_models_is_refused(corpus):
         train.main([f"--data={corpus}", "--out_dir=out/b", "--init_from=out/a", "--max_seq_len=99"])
 
 
+def test_a_run_on_chats_makes_a_chat_model_of_a_base_model(corpus):
+    base = run(corpus, "out/base", "--max_steps=1", "--max_seq_len=48")
+    assert not train.Tokenizer.load(base).has_chat_template
+    turns = [{"role": "user", "content": "ab?"}, {"role": "assistant", "content": "cd"}]
+    for name in ("train", "val"):
+        row = {"messages": [*turns, *turns] if name == "val" else turns}
+        (corpus / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--init_from=out/base", "--max_steps=1", "--device=cpu", "--max_seq_len=48"]
+    train.main([f"--data={corpus}", "--out_dir=out/chat", *flags])
+    chat = checkpoint.saved_steps(Path("out/chat"))[-1]
+    assert train.Tokenizer.load(chat).has_chat_template
+
+
 def test_init_from_uses_the_checkpoints_weights_shape_and_tokenizer(corpus):
     first = run(corpus, "out/a", "--max_steps=1")
     train.main(
