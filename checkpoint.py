@@ -12,6 +12,7 @@ instant, also after `kill -9`, a directory called step_* is whole.
 
 import json
 import os
+import pickle
 import re
 import shutil
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, read_saved_options
 from data.tokenizer import Tokenizer
 from model import GPT
 from pretrained import local_directory
@@ -120,7 +121,7 @@ def save_checkpoint(run: Path, model: GPT, tokenizer: Tokenizer, state: dict, ke
 def prune(run: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep` and the one with the lowest validation loss."""
     steps = saved_steps(run)
-    losses = {step: json.loads((step / "step.json").read_text())["val_loss"] for step in steps}
+    losses = {step: val_loss_of(step) for step in steps}
     evaluated = [step for step in steps if losses[step] is not None]
     best = min(evaluated, key=losses.get, default=None)
     for step in steps[:-keep]:
@@ -130,9 +131,24 @@ def prune(run: Path, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
+def val_loss_of(step: Path) -> float | None:
+    """The validation loss at a checkpoint; None where it is not known."""
+    try:
+        return json.loads((step / "step.json").read_text())["val_loss"]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
 def load_training_state(step: Path) -> dict:
     """What save_checkpoint was given, on the CPU. Data only: nothing in the file can run."""
-    return torch.load(step / "training_state.pt", map_location="cpu", weights_only=True)
+    file = step / "training_state.pt"
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"{file} is missing or damaged, so the run cannot go on from there; remove {step} to "
+            f"go on from the checkpoint before it, or start anew from its weights with --init_from"
+        ) from error
 
 
 def read_run(run: Path) -> dict | None:
@@ -142,7 +158,7 @@ def read_run(run: Path) -> dict | None:
         if saved_steps(run):
             raise UserError(f"{run} holds checkpoints but no train_config.json: not a run to go on")
         return None
-    return json.loads(file.read_text())
+    return read_saved_options(file)
 
 
 def start_run(run: Path, config: TrainConfig, step: int) -> None:

@@ -8,8 +8,10 @@ sentence instead of a traceback when the mistake is the person's.
 
 import difflib
 import json
+import math
 import runpy
 import sys
+import types as types_module
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +37,9 @@ class TrainConfig:
     out_dir: str | None = None
     """The run's directory. None: out/ and the config file's name."""
     resume: bool = False
-    """Continue the run in out_dir from its newest checkpoint, or start it where there is none."""
+    """Continue the run in out_dir from its newest checkpoint, or start it where there is none. The
+    run keeps the options that it was started with, whatever the config file says now; flags go
+    over them."""
     init_from: str | None = None
     """Start from these weights (a run, a checkpoint directory or a hub id) and their tokenizer."""
     seed: int = 1337
@@ -211,6 +215,10 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
     refuse_unknown_flags(flags, config_class)
     if len(files) > 1:
         raise UserError(f"one config file at a time, not {len(files)}: {', '.join(files)}")
+    if files and files[0].startswith("-"):
+        raise UserError(f"{files[0]}: options begin with two dashes; --help lists them")
+    if files and config_class is SampleConfig:
+        raise UserError(f'{files[0]} belongs to no option; a prompt is given as --prompt "..."')
     config = config_class()
     if files:
         config = replace(config, **read_config_file(Path(files[0]), config_class))
@@ -223,11 +231,24 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
         saved = Path(config.out_dir) / "train_config.json"
         if config.resume and saved.is_file():
             # The run's own options, as it was started; flags given now go over them.
-            config = replace(config, **json.loads(saved.read_text()))
+            config = replace(config, **read_saved_options(saved))
             config = tyro.cli(
                 config_class, prog=program, default=config, args=flags, config=convert
             )
     return config
+
+
+def read_saved_options(file: Path) -> dict:
+    """A run's train_config.json, each option checked; an option added since has its default."""
+    try:
+        saved = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}); the run cannot be continued") from error
+    types = get_type_hints(TrainConfig)
+    if not isinstance(saved, dict) or not saved.keys() <= types.keys():
+        raise UserError(f"{file} does not hold the options of a run; it cannot be continued")
+    values = {name: checked(value, types[name], f"{file}: {name}") for name, value in saved.items()}
+    return vars(TrainConfig(**values))
 
 
 def split_arguments(arguments: list[str], config_class: type) -> tuple[list[str], list[str]]:
@@ -243,7 +264,7 @@ def split_arguments(arguments: list[str], config_class: type) -> tuple[list[str]
             following = arguments[place + 1 : place + 2]
             if following not in (["True"], ["False"], ["None"]):
                 argument += "=True"
-        if not (is_flag or is_value) and argument.endswith(".py"):
+        if not (is_flag or is_value or argument == "-h"):
             files.append(argument)
         else:
             flags.append(argument)
@@ -269,12 +290,13 @@ def read_config_file(path: Path, config_class: type) -> dict:
         raise UserError(f"{path} does not exist; the configs here are: {', '.join(there)}")
     try:
         assigned = runpy.run_path(str(path))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}" if line else str(path)
         raise UserError(f"{where}: {type(error).__name__}: {error}") from error
     types = get_type_hints(config_class)
     values = {name: value for name, value in assigned.items() if not name.startswith("_")}
+    values = {name: v for name, v in values.items() if not isinstance(v, types_module.ModuleType)}
     for name, value in values.items():
         if name not in types:
             near = difflib.get_close_matches(name, types, n=1)
@@ -297,17 +319,31 @@ def checked(value: object, expected: type, where: str) -> object:
 
 
 def check_values(config: TrainConfig) -> None:
-    """Refuse numbers outside their range, by name. Raises UserError."""
+    """Refuse values outside their range, by name. Raises UserError."""
+    for name, kind in get_type_hints(TrainConfig).items():
+        value = getattr(config, name)
+        checked(value, kind, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} = {value}, but it must be a finite number")
+        if value == "":
+            raise UserError(f"{name} is empty: leave --{name} out, or give it a value")
     at_least_one = "max_steps batch_size grad_accum vocab_size eval_every save_every log_every"
-    for name in at_least_one.split() + ["keep_checkpoints"]:
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} = {getattr(config, name)}, but it must be at least 1")
+    for name in at_least_one.split() + ["keep_checkpoints", "eval_batches"]:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} = {value}, but it must be at least 1")
     if config.max_seq_len < 2:
         raise UserError(f"max_seq_len = {config.max_seq_len}: a row needs a token and its target")
-    at_least_zero = "learning_rate weight_decay grad_clip warmup_steps sample_tokens min_lr_ratio"
-    for name in at_least_zero.split():
-        if not getattr(config, name) >= 0:
-            raise UserError(f"{name} = {getattr(config, name)}, but it must be at least 0")
+    at_least_zero = "seed learning_rate embedding_learning_rate weight_decay grad_clip warmup_steps"
+    for name in at_least_zero.split() + ["sample_tokens", "min_lr_ratio"]:
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise UserError(f"{name} = {value}, but it must be at least 0")
+    if config.seed >= 2**31:
+        raise UserError(f"seed = {config.seed}, but it must be below 2**31")
+    for name in ("rope_theta", "rms_norm_eps"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"{name} = {getattr(config, name)}, but it must be above 0")
     for name in ("val_fraction", "decay_fraction"):
         if not 0 < getattr(config, name) < 1:
             raise UserError(f"{name} = {getattr(config, name)}, but it must be between 0 and 1")
@@ -328,12 +364,16 @@ def choose_device(device: str, dtype: str):
         why = reason.get(device, "neither CUDA nor MPS is there")
     else:
         why = "as asked"
+    if device.split(":")[0] not in ("cpu", "cuda", "mps"):
+        raise UserError(f'--device={device}: it is "auto", "cpu", "mps", "cuda" or "cuda:1"')
     try:
         torch_device = torch.device(device)
         torch.empty(1, device=torch_device)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
         raise UserError(f"--device={device} cannot be used here: {first_line}") from error
+    if torch_device.type == "cpu" and dtype == "fp16":
+        raise UserError("--dtype=fp16 is for GPUs: on a CPU use fp32 or bf16")
     if dtype == "auto":
         bf16 = torch_device.type == "cuda" and torch.cuda.is_bf16_supported()
         fp16 = torch_device.type == "cuda" and not bf16

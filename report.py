@@ -12,12 +12,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config import TrainConfig
+from config import TrainConfig, UserError
 
 # A line of metrics.jsonl has those of these that are known at its step, in this order.
 FIELDS = (
     "step loss val_loss val_ppl val_bpb floor lr grad_norm "
-    "tokens targets tokens_per_second seconds skipped_steps"
+    "tokens targets tokens_per_second seconds data_wait_ms skipped_steps"
 ).split()
 
 
@@ -28,7 +28,9 @@ class Report:
         self.run = run
         self.active = active
         self.clock, self.tokens = time.perf_counter(), None  # where the speed is measured from
-        self.speed = None  # tokens per second, over the last stretch without evaluations
+        self.speed = (
+            None  # tokens per second over the last two seconds or more, evaluations left out
+        )
         self.bar = tqdm(
             total=config.max_steps,
             initial=start_step,
@@ -42,9 +44,10 @@ class Report:
     def step(self, line: dict) -> None:
         """Move the bar. `line` has the figures of the step, by the names in FIELDS."""
         now = time.perf_counter()
-        if self.tokens is not None and now > self.clock:
+        if self.tokens is None:
+            self.clock, self.tokens = now, line["tokens"]
+        elif now - self.clock > 2 or self.speed is None:
             self.speed = (line["tokens"] - self.tokens) / (now - self.clock)
-        if now - self.clock > 2 or self.tokens is None:
             self.clock, self.tokens = now, line["tokens"]
         speed = f", {self.speed:,.0f} tokens/s" if self.speed else ""
         self.bar.set_postfix_str(f"loss {line['loss']:.3f}, lr {line['lr']:.1e}{speed}", False)
@@ -88,7 +91,7 @@ class Report:
     def close(self) -> None:
         self.bar.close()
         if self.wandb:
-            self.wandb.finish(quiet=True)
+            self.wandb.finish()
 
 
 def start_wandb(run: Path, config: TrainConfig):
@@ -113,10 +116,24 @@ def start_wandb(run: Path, config: TrainConfig):
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl, oldest first; a line cut off by a kill is left out."""
+    """The lines of a run's metrics.jsonl, oldest first; a line cut off by a kill is left out.
+
+    Raises UserError, naming the line, for one that is not an object with a step.
+    """
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    read = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("}") and number == len(lines):
+            break
+        try:
+            read.append(json.loads(line))
+            read[-1]["step"] + 0
+        except (ValueError, TypeError, LookupError) as error:
+            raise UserError(
+                f"{file}, line {number}: not a line of metrics; remove it to go on"
+            ) from error
+    return read
 
 
 def draw_curve(run: Path) -> Path:
@@ -127,7 +144,7 @@ def draw_curve(run: Path) -> Path:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     train = [(line["step"], line["loss"]) for line in lines if isinstance(line["loss"], float)]
-    val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    val = [(x["step"], x["val_loss"]) for x in lines if isinstance(x.get("val_loss"), float)]
     axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.5, lw=1, label="training")
     if val:
         label = f"validation ({val[-1][1]:.4f} at the end)"

@@ -578,6 +578,8 @@ def refuse_contradictions(config: SampleConfig) -> None:
         raise UserError("--output is for the completions of --prompts_file; redirect stdout")
     if config.output is not None and not Path(config.output).absolute().parent.is_dir():
         raise UserError(f"--output={config.output}: that directory does not exist")
+    if config.output is not None and Path(config.output).is_dir():
+        raise UserError(f"--output={config.output} is a directory, not a file")
 
 
 def read_rows(config: SampleConfig) -> list[dict]:
@@ -664,7 +666,12 @@ def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> list[int]:
         raise UserError(f"{file} is not a JSON object") from error
     if stated is None:
         return tokenizer.stop_ids
-    return [stated] if isinstance(stated, int) else stated
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(type(id) is int for id in ids):
+        raise UserError(
+            f"{file}: eos_token_id is {stated!r}, but it must be an id or a list of ids"
+        )
+    return ids
 
 
 if __name__ == "__main__":

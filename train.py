@@ -58,6 +58,9 @@ def train(config: TrainConfig) -> None:
     Raises UserError for a mistake in the configuration or the data; nothing is written then.
     """
     check_values(config)
+    shape_of(
+        config, vocab_size=config.vocab_size
+    )  # a shape that cannot be built is refused at once
     run = Path(config.out_dir)
     resume_from = find_resume_point(run, config)
 
@@ -75,7 +78,8 @@ def train(config: TrainConfig) -> None:
         model, tokenizer, directory = checkpoint.load_model(source, machine.device, torch.float32)
         say(f"weights     {directory}")
     with machine.first_process_first():
-        tokenizer = choose_tokenizer(config, tokenizer)
+        if resume_from is None:
+            tokenizer = choose_tokenizer(config, tokenizer)
         train_rows, val_rows, floor = load_rows(config, tokenizer)
     if train_rows.is_chat:
         tokenizer.learn_chats()
@@ -91,7 +95,7 @@ def train(config: TrainConfig) -> None:
 
     torch.manual_seed(config.seed)
     if model is None:
-        model = GPT(shape_of(config, tokenizer)).to(machine.device)
+        model = GPT(shape_of(config, tokenizer.vocab_size)).to(machine.device)
     if config.max_seq_len > model.config.max_position_embeddings:
         raise UserError(
             f"max_seq_len ({config.max_seq_len}) is beyond the model's context limit, "
@@ -116,10 +120,19 @@ def train(config: TrainConfig) -> None:
     progress = Progress()
     if resume_from:
         state = checkpoint.load_training_state(resume_from)
+        if state["data"] != train_rows.fingerprint:
+            raise UserError(
+                f"{config.data} has changed since {run} was started, and with it the order of the "
+                f"rows: put the file back, or start another run from {resume_from} with --init_from"
+            )
         progress = Progress(**state["progress"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            load_optimizer(optimizer, saved)
         scaler.load_state_dict(state["scaler"])
+        if progress.step > config.max_steps:
+            raise UserError(
+                f"{run} is at step {progress.step} already, beyond max_steps = {config.max_steps}"
+            )
         say(f"resuming    after step {progress.step:,} of {config.max_steps:,}")
     if machine.is_main:
         checkpoint.start_run(run, config, progress.step)
@@ -131,6 +144,7 @@ def train(config: TrainConfig) -> None:
             "progress": asdict(progress),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "scaler": scaler.state_dict(),
+            "data": train_rows.fingerprint,
         }
         with machine.first_process_first():
             if machine.is_main:
@@ -148,8 +162,10 @@ def train(config: TrainConfig) -> None:
     while progress.step < config.max_steps and not machine.any(stop.asked):
         # Dropout is a function of (seed, step, rank): nothing of it to save, and resuming is exact.
         torch.manual_seed((config.seed * 1_000_003 + progress.step) * 1_009 + machine.rank)
-        lr_scale = set_learning_rate(optimizers, progress.step, config)
+        set_learning_rate(optimizers, progress.step, config)
+        asked = time.perf_counter()
         window = [next(micro_batches) for _ in range(config.grad_accum)]
+        wait_ms = (time.perf_counter() - asked) * 1000  # for data: near 0 unless it is the brake
         loss, grad_norm, targets = take_step(forward, optimizers, scaler, window, machine, config)
 
         progress.step += 1
@@ -171,7 +187,8 @@ def train(config: TrainConfig) -> None:
                     f"checkpoint is {saved_in or 'none: nothing was saved yet'}"
                 )
         line = asdict(progress) | {"loss": loss, "grad_norm": grad_norm}
-        line["lr"] = config.learning_rate * lr_scale
+        line["lr"] = optimizers[0].param_groups[0]["lr"]
+        line["data_wait_ms"] = round(wait_ms, 3)
         report.step(line)
 
         last = progress.step == config.max_steps
@@ -279,7 +296,7 @@ class Machine:
 def choose_tokenizer(config: TrainConfig, of_checkpoint: Tokenizer | None) -> Tokenizer:
     """The checkpoint's own tokenizer; from scratch, the one that is asked for, trained if "bpe"."""
     if of_checkpoint is not None:
-        if config.tokenizer is not None and not config.resume:
+        if config.tokenizer is not None:
             raise UserError(
                 f"--tokenizer={config.tokenizer} goes with a new model; {config.init_from} "
                 "comes with its own, which its weights were trained on: leave --tokenizer out"
@@ -339,16 +356,20 @@ def find_resume_point(run: Path, config: TrainConfig) -> Path | None:
     Raises UserError where the directory holds a run and --resume is not given, and where an option
     that decides what the run is differs from the run's own.
     """
+    existing = next(path for path in [run, *run.parents] if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"--out_dir={run}: {existing} is not a directory that can be written to")
     before = checkpoint.read_run(run)
     if before is None:
         return None
     if not config.resume:
         command = ["python", *sys.argv]
+        elsewhere = [part for part in command if not part.startswith("--out_dir=")]
         raise UserError(
             f"{run} already holds a run; nothing was changed. Continue it:\n"
             f"  {shlex.join([*command, '--resume'])}\n"
             f"or start another one beside it:\n"
-            f"  {shlex.join([*command, f'--out_dir={checkpoint.free_name(run)}'])}"
+            f"  {shlex.join([*elsewhere, f'--out_dir={checkpoint.free_name(run)}'])}"
         )
     for name in FIXED_OPTIONS:
         if before[name] != getattr(config, name):
@@ -361,7 +382,7 @@ def find_resume_point(run: Path, config: TrainConfig) -> Path | None:
     return steps[-1] if steps else None
 
 
-def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
+def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
     """The shape of a new model. Raises UserError for one that cannot be built."""
     names = (
         "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
@@ -369,7 +390,7 @@ def shape_of(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
     ).split()
     try:
         return GPTConfig(
-            vocab_size=math.ceil(tokenizer.vocab_size / 64) * 64,  # matrix kernels like multiples
+            vocab_size=math.ceil(vocab_size / 64) * 64,  # matrix kernels like multiples
             max_position_embeddings=config.max_position_embeddings or config.max_seq_len,
             **{name: getattr(config, name) for name in names},
         )
@@ -433,13 +454,20 @@ def schedule(step: int, config: TrainConfig) -> float:
 
 def set_learning_rate(
     optimizers: list[torch.optim.Optimizer], step: int, config: TrainConfig
-) -> float:
-    """Set every group's learning rate for this step; return the share of the peak."""
+) -> None:
+    """Set every group's learning rate for optimizer step `step`."""
     scale = schedule(step, config)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * scale
-    return scale
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Take the saved moments, but keep the settings: they may have been changed for --resume."""
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 # --------------------------------------------------------------------------------- 5. the loop

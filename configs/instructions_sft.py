@@ -9,12 +9,13 @@ data = "instructions.json"
 init_from = "out/tiny"
 max_seq_len = 256
 
-max_steps = 300
+max_steps = 1500
+dropout = 0.1
 batch_size = 4
 optimizer = "muon"
-learning_rate = 3e-3
-embedding_learning_rate = 1e-3
+learning_rate = 1e-2
+embedding_learning_rate = 5e-3
 warmup_steps = 20
 
-eval_every = 100
-save_every = 300
+eval_every = 500
+save_every = 500

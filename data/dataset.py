@@ -54,6 +54,7 @@ class TokenRows:
     num_documents   documents or chats
     pad_token_id    fills batches
     report          a line for each file: rows, kinds, tokens, what was dropped
+    fingerprint     hash of the content and the settings that these rows were made of
     """
 
     tokens: np.ndarray  # uint16 or uint32, flat
@@ -65,6 +66,7 @@ class TokenRows:
     target_bytes: int
     pad_token_id: int
     report: str
+    fingerprint: str
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -608,4 +610,5 @@ def _open_rows(directory: Path, tokenizer: Tokenizer) -> TokenRows:
         target_bytes=counts["target_bytes"],
         pad_token_id=tokenizer.pad_token_id,
         report=summary["report"],
+        fingerprint=directory.parent.name,
     )

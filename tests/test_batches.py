@@ -31,7 +31,7 @@ def rows_of(lengths) -> TokenRows:
     tokens = np.repeat(np.arange(len(lengths), dtype=np.uint32) + 1, lengths)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     tokens[starts + lengths - 1] = PAD
-    return TokenRows(tokens, None, starts, lengths, len(lengths), 0, 0, PAD, "")
+    return TokenRows(tokens, None, starts, lengths, len(lengths), 0, 0, PAD, "", "")
 
 
 def some_lengths(n=500, longest=120, seed=0):

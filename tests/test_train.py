@@ -443,3 +443,98 @@ def test_init_from_uses_the_checkpoints_weights_shape_and_tokenizer(corpus):
         + ["--max_steps=1", "--learning_rate=0", "--device=cpu", "--sample_tokens=0"]
     )
     assert digest(first) == digest(checkpoint.saved_steps(Path("out/b"))[-1])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    "eval_batches=0 eval_batches=-3 seed=-1 seed=99999999999 rope_theta=0 rms_norm_eps=nan "
+    "learning_rate=inf embedding_learning_rate=-1 max_seq_len=1 val_fraction=1 data= out_dir= "
+    "init_from= dropout=1.5 hidden_size=0 keep_checkpoints=0".split(),
+)
+def test_a_value_out_of_range_is_named_before_anything_is_written(corpus, capsys, flag):
+    flags = [f"--data={corpus}", *SHAPE, *QUICK, "--max_steps=1", f"--{flag}"]
+    assert flag.split("=")[0] in failure(capsys, *flags)
+    assert not Path("out").exists() and not Path("data").exists()
+
+
+def test_what_is_no_config_file_is_named(corpus, capsys):
+    assert "configs/tiny does not exist" in failure(capsys, "configs/tiny")
+    assert "two dashes" in failure(capsys, "-max_steps=3")
+    assert "one config file at a time" in failure(capsys, "a.py", "b.py")
+    Path("c.py").write_text("import sys\nsys.exit(5)\n")
+    assert "SystemExit" in failure(capsys, "c.py")
+
+
+def test_an_out_dir_that_cannot_be_is_refused(corpus, capsys):
+    Path("file").touch()
+    for out_dir in ("file", "file/sub"):
+        said = failure(capsys, f"--data={corpus}", *SHAPE, *QUICK, f"--out_dir={out_dir}")
+        assert "not a directory" in said
+    assert not Path("data").exists()
+
+
+def test_resume_with_another_learning_rate_uses_it(corpus):
+    run(corpus, "out/a", "--max_steps=2", "--schedule=wsd")
+    flags = ["--max_steps=4", "--log_every=1", "--learning_rate=0.5", "--weight_decay=0.3"]
+    step = run(corpus, "out/a", "--resume", *flags)
+    assert metrics("out/a")[1]["lr"] == pytest.approx(0.5)
+    for optimizer in checkpoint.load_training_state(step)["optimizers"]:
+        for group in optimizer["param_groups"]:
+            assert group["peak_lr"] == 0.5 and group["weight_decay"] in (0.3, 0.0)
+
+
+def test_resume_behind_the_last_step_is_refused_and_changes_nothing(corpus):
+    run(corpus, "out/a", "--max_steps=3")
+    before = Path("out/a/train_config.json").read_text()
+    with pytest.raises(UserError, match="at step 3 already"):
+        run(corpus, "out/a", "--max_steps=2", "--resume")
+    assert Path("out/a/train_config.json").read_text() == before
+
+
+def test_resume_on_changed_data_is_refused(corpus):
+    run(corpus, "out/a", "--max_steps=2")
+    rows = (corpus / "train.jsonl").read_text().splitlines(keepends=True)
+    (corpus / "train.jsonl").write_text("".join(rows[:-1]))
+    with pytest.raises(UserError, match="has changed since"):
+        run(corpus, "out/a", "--max_steps=4", "--resume")
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]", '{"foo": 1}', '{"max_steps": "x"}'])
+def test_a_damaged_train_config_is_named(corpus, capsys, content):
+    run(corpus, "out/a", "--max_steps=1")
+    Path("out/a/train_config.json").write_text(content)
+    flags = [f"--data={corpus}", "--out_dir=out/a", *SHAPE, *QUICK]
+    assert "train_config.json" in failure(capsys, *flags, "--resume")
+    assert "train_config.json" in failure(capsys, *flags)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"garbage", b"PK\x03\x04"])
+def test_a_damaged_training_state_is_named(corpus, capsys, content):
+    step = run(corpus, "out/a", "--max_steps=1")
+    (step / "training_state.pt").unlink()
+    if content is not None:
+        (step / "training_state.pt").write_bytes(content)
+    flags = [f"--data={corpus}", "--out_dir=out/a", *SHAPE, *QUICK, "--max_steps=2", "--resume"]
+    assert "training_state.pt is missing or damaged" in failure(capsys, *flags)
+
+
+def test_damaged_metrics_are_named_and_a_lost_step_json_costs_nothing(corpus, capsys):
+    step = run(corpus, "out/a", "--max_steps=1")
+    (step / "step.json").unlink()
+    run(corpus, "out/a", "--max_steps=2", "--resume")
+    for line in ("garbage}", "{}"):
+        Path("out/a/metrics.jsonl").write_text(line + '\n{"step": 1, "loss": 1.0}\n')
+        flags = [f"--data={corpus}", "--out_dir=out/a", *SHAPE, *QUICK, "--max_steps=3"]
+        assert "metrics.jsonl, line 1" in failure(capsys, *flags, "--resume")
+
+
+def test_a_validation_loss_that_is_not_finite_is_logged_and_ends_nothing(corpus, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *_: float("nan"))
+    run(corpus, "out/a", "--max_steps=2")
+    assert metrics("out/a")[-1]["val_loss"] == "nan"
+
+
+def test_wandb_logs_offline_and_the_run_ends_well(corpus, capsys):
+    run(corpus, "out/a", "--max_steps=2", "--wandb")
+    assert list(Path("out/a/wandb").glob("offline-run-*"))
+    assert "checkpoint  out/a/step_00000002" in capsys.readouterr().out
