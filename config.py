@@ -372,8 +372,6 @@ def choose_device(device: str, dtype: str):
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
         raise UserError(f"--device={device} cannot be used here: {first_line}") from error
-    if torch_device.type == "cpu" and dtype == "fp16":
-        raise UserError("--dtype=fp16 is for GPUs: on a CPU use fp32 or bf16")
     if dtype == "auto":
         bf16 = torch_device.type == "cuda" and torch.cuda.is_bf16_supported()
         fp16 = torch_device.type == "cuda" and not bf16

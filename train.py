@@ -242,6 +242,8 @@ class Machine:
     @classmethod
     def start(cls, config: TrainConfig) -> "Machine":
         device, dtype, reason = choose_device(config.device, config.dtype)
+        if device.type == "cpu" and dtype == torch.float16:
+            raise UserError("--dtype=fp16 trains on GPUs; on a CPU use fp32 or bf16")
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         rank = int(os.environ.get("RANK", 0))
         if world_size > 1:
