@@ -112,12 +112,18 @@ def peers(config: GPTConfig, device: str) -> tuple[GPT, torch.nn.Module]:
     return ours, theirs
 
 
-def table(title: str, rows: list[dict]) -> None:
-    """Print rows as a Markdown table."""
-    print(f"\n### {title}\n")
-    print("| " + " | ".join(rows[0]) + " |")
-    print("| " + " | ".join("---" for _ in rows[0]) + " |")
-    for row in rows:
+class Table:
+    """A Markdown table, printed row by row as the figures come."""
+
+    def __init__(self, title: str):
+        print(f"\n### {title}\n", flush=True)
+        self.empty = True
+
+    def append(self, row: dict) -> None:
+        if self.empty:
+            print("| " + " | ".join(row) + " |")
+            print("| " + " | ".join("---" for _ in row) + " |")
+            self.empty = False
         print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
 
 
@@ -127,11 +133,11 @@ def table(title: str, rows: list[dict]) -> None:
 def bench_train(device: str, rounds: int) -> None:
     """Steps at (8, 256) and (2, 1024), a forward at (1, 2048), eager and compiled."""
     names = ["64M", "124M"] if device.startswith("cuda") else ["5M"]
-    rows = []
+    rows = Table(f"Training on {device_name(device)}")
     for name in names:
-        for dtype_name, dtype in DTYPES.items():
-            peak = matrix_peak(device, dtype)
-            for compiled in (False, True):
+        peaks = {dtype: matrix_peak(device, dtype) for dtype in DTYPES.values()}
+        for compiled in (False, True):
+            for dtype_name, dtype in DTYPES.items():
                 torch._dynamo.reset()
                 ours, theirs = peers(SHAPES[name], device)
                 step_ours = training_step(ours, dtype, device, compiled)
@@ -157,12 +163,10 @@ def bench_train(device: str, rounds: int) -> None:
                             "tokens/s": f"{B * T / seconds['ours']:,.0f}",
                             "transformers": f"{B * T / seconds['theirs']:,.0f}",
                             "ratio": f"{seconds['theirs'] / seconds['ours']:.2f}",
-                            "share of peak": f"{flops / seconds['ours'] / peak:.2f}",
-                            "theirs": f"{flops / seconds['theirs'] / peak:.2f}",
+                            "share of peak": f"{flops / seconds['ours'] / peaks[dtype]:.2f}",
+                            "theirs": f"{flops / seconds['theirs'] / peaks[dtype]:.2f}",
                         }
                     )
-                    print(".", end="", file=sys.stderr, flush=True)
-    table(f"Training on {device_name(device)}", rows)
 
 
 def training_step(model: torch.nn.Module, dtype: torch.dtype, device: str, compiled: bool):
@@ -195,7 +199,7 @@ def training_step(model: torch.nn.Module, dtype: torch.dtype, device: str, compi
 
 def bench_loss(device: str, rounds: int) -> None:
     """Qwen3-0.6B's head: 4,096 positions, hidden 1,024, 151,936 ids; each in its own process."""
-    rows = []
+    rows = Table(f"Loss at V = 151,936 on {device_name(device)}, forward + backward")
     for dtype in DTYPES:
         results = {}
         for way in ("plain", "ours"):
@@ -217,7 +221,6 @@ def bench_loss(device: str, rounds: int) -> None:
                 "loss differs by": f"{abs(ours['loss'] - plain['loss']):.1e}",
             }
         )
-    table(f"Loss at V = 151,936 on {device_name(device)}, forward + backward", rows)
 
 
 def one_loss(way: str, dtype: str, device: str) -> None:
@@ -268,7 +271,7 @@ def bench_decode(device: str, rounds: int) -> None:
     """MiniMind-3's shape: prefill of a context, then 32 tokens behind it."""
     config = SHAPES["64M"]
     bandwidth = read_bandwidth(device)
-    rows = []
+    rows = Table(f"Generation on {device_name(device)}, read at {bandwidth / 1e9:.0f} GB/s")
     for dtype_name, dtype in DTYPES.items():
         ours, theirs = peers(config, device)
         ours, theirs = ours.to(dtype).eval(), theirs.to(dtype).eval()
@@ -298,8 +301,6 @@ def bench_decode(device: str, rounds: int) -> None:
                     "compiled / transformers": f"{step['transformers'] / step['compiled']:.2f}",
                 }
             )
-            print(".", end="", file=sys.stderr, flush=True)
-    table(f"Generation on {device_name(device)}, read at {bandwidth / 1e9:.0f} GB/s", rows)
 
 
 def decode_ways(ours: GPT, theirs: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable]:
