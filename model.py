@@ -480,8 +480,8 @@ class Decoder(nn.Module):
 
 # ---------------------------------------------------------------------------------- the loss
 
-# Logits held at once, in fp32 entries: 2**25 are 128 MiB, 220 rows of Qwen3's vocabulary.
-LOGITS_AT_ONCE = 2**25
+# Logits held at once, in fp32 entries: 2**26 are 256 MiB, 441 rows of Qwen3's vocabulary.
+LOGITS_AT_ONCE = 2**26
 
 
 class LinearCrossEntropy(torch.autograd.Function):
