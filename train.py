@@ -58,9 +58,7 @@ def train(config: TrainConfig) -> None:
     Raises UserError for a mistake in the configuration or the data; nothing is written then.
     """
     check_values(config)
-    shape_of(
-        config, vocab_size=config.vocab_size
-    )  # a shape that cannot be built is refused at once
+    shape_of(config, config.vocab_size)  # refuses a shape that cannot be built, before the data
     run = Path(config.out_dir)
     resume_from = find_resume_point(run, config)
 
@@ -169,11 +167,12 @@ def train(config: TrainConfig) -> None:
         loss, grad_norm, targets = take_step(forward, optimizers, scaler, window, machine, config)
 
         progress.step += 1
-        progress.tokens += sum(batch["num_tokens"] for batch in window)
+        tokens = torch.tensor(sum(batch["num_tokens"] for batch in window), device=machine.device)
+        progress.tokens += int(machine.sum(tokens))
         progress.targets += targets
         progress.seconds = time.perf_counter() - started
         progress.val_loss = None
-        if math.isfinite(grad_norm):
+        if math.isfinite(loss) and math.isfinite(grad_norm):  # else take_step has skipped it
             bad_in_a_row = 0
             train_loss, train_targets = train_loss + loss * targets, train_targets + targets
         else:
@@ -182,7 +181,7 @@ def train(config: TrainConfig) -> None:
             if bad_in_a_row == BAD_STEPS_IN_A_ROW:
                 report.close()
                 raise UserError(
-                    f"the gradient was not finite {bad_in_a_row} times in a row, up to step "
+                    f"loss or gradient was not finite {bad_in_a_row} times in a row, up to step "
                     f"{progress.step}: lower --learning_rate or --grad_clip; the last good "
                     f"checkpoint is {saved_in or 'none: nothing was saved yet'}"
                 )

@@ -20,6 +20,17 @@ transformers.utils.logging.disable_progress_bar()
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+MINIMIND_3 = GPTConfig(
+    vocab_size=6400,
+    hidden_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=96,
+    intermediate_size=2432,
+)
+
+
 def tiny(**changes) -> GPTConfig:
     """A GQA decoder of two layers, 4:2 heads of 8, in a stream of 32."""
     shape = dict(

@@ -9,11 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import YARN, largest_difference, padded_batch, peer, random_ids, random_model, tiny
+from reference import (
+    MINIMIND_3,
+    YARN,
+    largest_difference,
+    padded_batch,
+    peer,
+    random_ids,
+    random_model,
+    tiny,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPTConfig, KVCache
+from model import KVCache
 
 BOTH_WAYS = pytest.mark.parametrize("way", ["sdpa", "manual"])
 MODELS = {
@@ -165,16 +174,7 @@ def test_selected_rows_go_on_as_they_were():
 
 
 def test_invariant_9_heads_are_not_repeated_and_minimind_3_takes_12_mib_per_1024_tokens():
-    config = GPTConfig(
-        vocab_size=6400,
-        hidden_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=96,
-        intermediate_size=2432,
-    )
-    cache = KVCache(config, 1, 1024, dtype=torch.bfloat16)
+    cache = KVCache(MINIMIND_3, 1, 1024, dtype=torch.bfloat16)
     assert cache.nbytes == 12 * 2**20
     in_memory = [tensor for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor)]
     assert sum(tensor.untyped_storage().nbytes() for tensor in in_memory) < 12 * 2**20 + 2**12

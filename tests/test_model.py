@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import (
+    MINIMIND_3,
     YARN,
     gradients,
     largest_difference,
@@ -65,17 +66,8 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def test_minimind_3_has_its_published_number_of_parameters():
-    config = GPTConfig(
-        vocab_size=6400,
-        hidden_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=96,
-        intermediate_size=2432,
-    )
     with torch.device("meta"):
-        assert GPT(config).num_parameters() == 63_912_192
+        assert GPT(MINIMIND_3).num_parameters() == 63_912_192
 
 
 @pytest.mark.parametrize(

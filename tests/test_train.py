@@ -262,6 +262,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(corpus, mon
     assert all(t.isfinite().all() for t in load_file(step / "model.safetensors").values())
 
 
+def test_a_loss_that_is_not_finite_is_counted_though_its_gradient_is(corpus, monkeypatch):
+    monkeypatch.setattr(train, "take_step", lambda *_: (float("inf"), 1.0, 1))
+    run(corpus, "out/a", "--max_steps=2", "--log_every=1")
+    assert [line["skipped_steps"] for line in metrics("out/a")] == [1, 2]
+
+
 def test_too_many_bad_steps_in_a_row_stop_with_the_last_good_checkpoint(corpus, monkeypatch):
     real = train.take_step
     bad = (float("nan"), float("nan"), 1)
