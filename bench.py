@@ -22,13 +22,18 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, LinearCrossEntropy
-from sample import generate
+from checkpoint import load_model
+from data.batches import Batches
+from data.dataset import load_dataset
+from model import GPT, GPTConfig, Linear, LinearCrossEntropy
+from quantize import Int8Linear, quantize_int8
+from sample import COMPILE_AFTER, generate, generate_stream
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -71,11 +76,13 @@ def matrix_peak(device: str, dtype: torch.dtype) -> float:
     return 2 * size**3 / seconds
 
 
-def read_bandwidth(device: str) -> float:
-    """Bytes per second when a long array is summed."""
-    array = torch.ones(2**28 if device == "cpu" else 2**30, device=device)
-    seconds = take_turns({"sum": lambda: array.sum()}, device, rounds=5)["sum"]
-    return array.nbytes / seconds
+def read_bandwidth(device: str, size: int) -> float:
+    """Bytes per second at which an array of `size` bytes is read: by a sum, or by a product with a
+    vector, whichever is faster. A large cache of the processor may hold a part of it."""
+    matrix = torch.ones(size // 4096, 1024, device=device)
+    vector = torch.ones(1024, device=device)
+    ways = {"sum": matrix.sum, "product": lambda: matrix @ vector}
+    return matrix.nbytes / min(take_turns(ways, device, rounds=15).values())
 
 
 def forward_flops(config: GPTConfig, B: int, T: int) -> float:
@@ -197,7 +204,7 @@ def training_step(model: torch.nn.Module, dtype: torch.dtype, device: str, compi
 # -------------------------------------------------------------------------------------- loss
 
 
-def bench_loss(device: str, rounds: int) -> None:
+def bench_loss(device: str) -> None:
     """Qwen3-0.6B's head: 4,096 positions, hidden 1,024, 151,936 ids; each in its own process."""
     rows = Table(f"Loss at V = 151,936 on {device_name(device)}, forward + backward")
     for dtype in DTYPES:
@@ -267,61 +274,141 @@ def proc_status(field: str) -> int:
 # ------------------------------------------------------------------------------------ decode
 
 
-def bench_decode(device: str, rounds: int) -> None:
-    """MiniMind-3's shape: prefill of a context, then 32 tokens behind it."""
+def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
+    """MiniMind-3's shape: a prompt, then 64 tokens; every figure is from whole calls of generate.
+
+    Ours makes its first 32 tokens by the plain step and the rest by the compiled one, so that one
+    call shows both. A step must read the weights once and the visible cache once: the bytes in the
+    table. They over the bandwidth are the floor, and "share" is floor / time.
+    """
     config = SHAPES["64M"]
-    bandwidth = read_bandwidth(device)
-    rows = Table(f"Generation on {device_name(device)}, read at {bandwidth / 1e9:.0f} GB/s")
-    for dtype_name, dtype in DTYPES.items():
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in sample.py; for transformers too
+    rows = Table(f"Generation of the 64M shape on {device_name(device)}")
+    for dtype_name in ("fp32", "bf16", "int8"):
+        torch.compiler.reset()
+        dtype = DTYPES.get(dtype_name, torch.bfloat16)
         ours, theirs = peers(config, device)
         ours, theirs = ours.to(dtype).eval(), theirs.to(dtype).eval()
-        weights = sum(p.nbytes for p in ours.parameters())
+        if dtype_name == "int8":
+            quantize_int8(ours)
+        weights = sum(linear_weights(ours))
+        bandwidth = read_bandwidth(device, weights)
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        for B, context in ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024)):
-            ids = torch.randint(3, config.vocab_size, (B, context), device=device)
-            ways = decode_ways(ours, theirs, ids)
-            prefill = take_turns({n: lambda f=f: f(1) for n, f in ways.items()}, device, rounds)
-            whole = take_turns({n: lambda f=f: f(33) for n, f in ways.items()}, device, rounds)
-            step = {name: (whole[name] - prefill[name]) / 32 for name in ways}
-            read = weights + B * (context + 16) * per_token * dtype.itemsize
+        for B, context in ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024), (8, 4096)):
+            prompts = torch.randint(3, config.vocab_size, (B, context)).tolist()
+            turns = rounds if B * context <= 8192 else 1
+            times = {name: [] for name in ("ours", "dynamic cache", "static cache")}
+            for _ in range(turns):
+                times["ours"].append(time_generate(ours, prompts))
+                times["dynamic cache"].append(time_transformers(theirs, prompts, None))
+                times["static cache"].append(time_transformers(theirs, prompts, "static"))
+            first = {n: statistics.median(t[0] for t in many) for n, many in times.items()}
+            steps = {n: [s for t in many for s in t[1:]] for n, many in times.items()}
+            plain = statistics.median(steps["ours"][4 : COMPILE_AFTER - 1])
+            compiled = statistics.median(steps["ours"][COMPILE_AFTER + 1 :])
+            dynamic = statistics.median(steps["dynamic cache"])
+            static = statistics.median(steps["static cache"])
+            read = weights + B * context * per_token * dtype.itemsize
             floor = read / bandwidth
             rows.append(
                 {
-                    "dtype": dtype_name,
+                    "weights": dtype_name,
                     "batch": B,
                     "context": context,
-                    "MB per step": f"{read / 1e6:,.0f}",
-                    "prefill tokens/s": f"{B * context / prefill['ours']:,.0f}",
-                    "ratio": f"{prefill['transformers'] / prefill['ours']:.2f}",
-                    "decode tokens/s": f"{B / step['ours']:,.1f}",
-                    "compiled": f"{B / step['compiled']:,.1f}",
-                    "transformers": f"{B / step['transformers']:,.1f}",
-                    "share of bandwidth": f"{floor / step['ours']:.2f}",
-                    "compiled's": f"{floor / step['compiled']:.2f}",
-                    "compiled / transformers": f"{step['transformers'] / step['compiled']:.2f}",
+                    "MB a step": f"{read / 1e6:,.0f}",
+                    "GFLOP": f"{decode_flops(config, B, context) / 1e9:.2f}",
+                    "GB/s": f"{bandwidth / 1e9:.0f}",
+                    "plain tokens/s": f"{B / plain:,.0f}",
+                    "share ": f"{floor / plain:.2f}",
+                    "compiled": f"{B / compiled:,.0f}",
+                    "share": f"{floor / compiled:.2f}",
+                    "compile s": f"{max(steps['ours']):.1f}",
+                    "transformers": f"{B / dynamic:,.0f}",
+                    "static": f"{B / static:,.0f}",
+                    "compiled / best": f"{min(dynamic, static) / compiled:.2f}",
+                    "prefill tokens/s": f"{B * context / first['ours']:,.0f}",
+                    "prefill / theirs": f"{first['dynamic cache'] / first['ours']:.2f}",
                 }
             )
+        check_same_tokens(ours, config)
+    say_loss_of_int8(checkpoint)
 
 
-def decode_ways(ours: GPT, theirs: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable]:
-    """Functions of the number of new tokens, greedy, that never stop early."""
-    prompts = ids.tolist()
+def say_loss_of_int8(checkpoint: str | None) -> None:
+    """Validation loss of a run of configs/tiny.py in fp32, bf16 and int8."""
+    if checkpoint is None:
+        print("\nfor what int8 costs in loss, name a run of configs/tiny.py: --checkpoint=out/tiny")
+        return
+    for name in ("fp32", "bf16", "int8"):
+        dtype = DTYPES.get(name, torch.bfloat16)
+        model, tokenizer, _ = load_model(checkpoint, "cpu", dtype)
+        if name == "int8":
+            quantize_int8(model)
+        stories = "data/cache/tinyworld/stories"
+        limit = model.config.max_position_embeddings
+        _, rows = load_dataset(stories, tokenizer=tokenizer, max_seq_len=limit)
+        batches = Batches(rows, 32, limit, seed=0, shuffle=False)
+        total, targets = 0.0, 0
+        for number in range(batches.per_epoch):
+            batch = batches[number]
+            with torch.no_grad():
+                logits = model(batch["input_ids"])[:, :-1].float().flatten(0, 1)
+            labels = batch["labels"][:, 1:].flatten()
+            total += F.cross_entropy(logits, labels, reduction="sum").item()
+            targets += (labels != -100).sum().item()
+        print(f"validation loss of {checkpoint} in {name}: {total / targets:.4f}", flush=True)
 
-    def transformers_generate(new: int) -> None:
-        theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-        )
 
-    return {
-        "ours": lambda new: generate(ours, prompts, new, temperature=0.0),
-        "compiled": lambda new: generate(ours, prompts, new, temperature=0.0, compile=True),
-        "transformers": transformers_generate,
-    }
+def linear_weights(model: torch.nn.Module) -> Iterator[int]:
+    """Bytes of what one token must read: each matrix product's weights, the head's among them."""
+    for module in model.modules():
+        if isinstance(module, Linear | Int8Linear):
+            yield module.weight.nbytes
+
+
+def decode_flops(config: GPTConfig, B: int, S: int) -> float:
+    """2 per weight, and 4 * H * D for each of S keys, a token and row (Tq = 1, Tk = S)."""
+    per_key = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return forward_flops(config, B, 1) + B * (S - 1) * per_key
+
+
+def time_generate(model: GPT, prompts: list[list[int]]) -> list[float]:
+    """Seconds to the first token, and from each to the next; 64 tokens, greedy."""
+    times = [time.perf_counter()]
+    for _ in generate_stream(model, prompts, 64, temperature=0.0, compile=True):
+        times.append(time.perf_counter())
+    return [after - before for before, after in pairwise(times)]
+
+
+def time_transformers(model: torch.nn.Module, prompts: list[list[int]], cache: str | None):
+    """The same of transformers' generate, 32 tokens."""
+    ids = torch.tensor(prompts, device=model.device)
+    times = [time.perf_counter()]
+
+    def note_time(*_, **__):
+        times.append(time.perf_counter())
+        return torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=32,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        cache_implementation=cache,
+        stopping_criteria=[note_time],
+    )
+    return [after - before for before, after in pairwise(times)]
+
+
+def check_same_tokens(model: GPT, config: GPTConfig) -> None:
+    """Say whether the compiled path gives the tokens of the plain one."""
+    prompts = torch.randint(3, config.vocab_size, (1, 100)).tolist()
+    compiled = generate(model, prompts, 100, temperature=0.0, compile=True)[0]
+    plain = generate(model, prompts, 100, temperature=0.0)[0]
+    same = sum(a == b for a, b in zip(compiled, plain, strict=True))
+    print(f"\ncompiled and plain agree in {same} of 100 greedy tokens", flush=True)
 
 
 # ----------------------------------------------------------------------------------- the end
@@ -340,16 +427,20 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "loss", "decode", "all", "one_loss"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5, help="calls that each median is taken of")
+    parser.add_argument("--checkpoint", help="decode: a run of configs/tiny.py, for int8's loss")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     if options.what == "one_loss":
         one_loss(options.way, options.dtype, options.device)
-    for name, run in (("train", bench_train), ("loss", bench_loss), ("decode", bench_decode)):
-        if options.what in (name, "all"):
-            run(options.device, options.rounds)
-            gc.collect()
+    if options.what in ("train", "all"):
+        bench_train(options.device, options.rounds)
+    if options.what in ("loss", "all"):
+        bench_loss(options.device)
+    if options.what in ("decode", "all"):
+        gc.collect()
+        bench_decode(options.device, options.rounds, options.checkpoint)
 
 
 if __name__ == "__main__":

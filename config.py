@@ -141,6 +141,9 @@ class TrainConfig:
     """Dtype of the matrix products; weights stay fp32. "auto": bf16 on CUDA, else fp32."""
     compile: bool | None = None
     """torch.compile the model. None: on CUDA only."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """With torchrun: "ddp", the whole model in each process, or "fsdp", a part of it in each, for
+    one that a device does not hold (no samples at evaluations). See docs/several_nodes.md."""
     recompute_activations: bool = False
     """Activation checkpointing: less memory for a third more compute."""
 
@@ -196,10 +199,12 @@ class SampleConfig:
 
     device: str = "auto"
     """"auto" (CUDA, then MPS, then CPU), or a torch device such as "cuda:1"."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of weights and cache. "auto": bf16 on CUDA, else fp32."""
-    compile: bool = False
-    """Compile the decode step: slow to start, then faster."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    """Dtype of weights and cache. "auto": bf16 on CUDA, else fp32. "int8": 8-bit weights with a scale
+    for each output, the rest bf16; fewer bytes to read for each token, and a little less exact."""
+    compile: bool | None = None
+    """Compile the decode step, after its first tokens: this takes seconds, and half a minute the
+    first time; then each token takes a fraction of the time. None: if 1,000 tokens may come."""
 
 
 Config = TypeVar("Config", TrainConfig, SampleConfig)

@@ -170,10 +170,11 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        K, D = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, batch_size, K, max_length, D)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (batch_size, config.num_key_value_heads, max_length, config.head_dim)
+        # One tensor a layer: of one for all, the compiler would copy the whole to write a slot.
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.real = torch.zeros(batch_size, max_length, device=device, dtype=torch.bool)
         self.row_lengths = torch.zeros(batch_size, device=device, dtype=torch.long)  # real tokens
         self.length = 0  # slots filled, the same in every row; a host number: reading it is free
@@ -182,10 +183,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in self.keys + self.values)
 
     def capacity(self, length: int) -> int:
         """The smallest of a few sizes (256, 512, 1024, ..., max_length) that holds `length`."""
+        if length > self.max_length:
+            self.check_room(len(self.real), length - self.length)
         size = 256
         while size < length:
             size *= 2
@@ -204,9 +207,10 @@ class KVCache:
         self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, num_keys: int
     ) -> tuple[Tensor, Tensor]:
         """Write (B, K, T, D) at `slots` (T,); return views (B, K, num_keys, D) of what is there."""
-        self.keys[layer].index_copy_(2, slots, keys.detach().to(self.keys.dtype))
-        self.values[layer].index_copy_(2, slots, values.detach().to(self.values.dtype))
-        return self.keys[layer, :, :, :num_keys], self.values[layer, :, :, :num_keys]
+        past_keys, past_values = self.keys[layer], self.values[layer]  # (B, K, max_length, D)
+        past_keys.index_copy_(2, slots, keys.detach().to(past_keys.dtype))
+        past_values.index_copy_(2, slots, values.detach().to(past_values.dtype))
+        return past_keys[:, :, :num_keys], past_values[:, :, :num_keys]
 
     def truncate(self, length: int) -> None:
         """Forget all slots from `length` on: for the next turn of a chat, or for another try."""
@@ -220,9 +224,20 @@ class KVCache:
     def reset(self) -> None:
         self.truncate(0)
 
+    def copy_to(self, larger: "KVCache") -> None:
+        """Copy all slots into an empty cache of as many rows and at least this length."""
+        slots = slice(0, self.length)
+        for old, new in zip(self.keys + self.values, larger.keys + larger.values, strict=True):
+            new[:, :, slots] = old[:, :, slots]
+        larger.real[:, slots] = self.real[:, slots]
+        larger.row_lengths.copy_(self.row_lengths)
+        larger.length, larger.padded = self.length, self.padded
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep only `rows` (indices), in that order; an index given twice copies its row."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        for layers in (self.keys, self.values):
+            for layer, tensor in enumerate(layers):  # one by one: no second cache beside the first
+                layers[layer] = tensor[rows]
         self.real, self.row_lengths = self.real[rows], self.row_lengths[rows]
 
 
@@ -384,6 +399,25 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).type_as(x)
 
 
+class Linear(nn.Linear):
+    """A matrix product, (..., inputs) -> (..., outputs), by the right kernel for its rows.
+
+    With one row, as in decoding, the time is that of reading the weights. On a CPU torch's
+    matrix-vector product comes closer to the speed of memory than its matrix product does, and
+    unlike `mv`, `addmv` is called as it is by torch.compile.
+    """
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one_row = x.shape[:-1].numel() == 1
+        if one_row and x.device.type == "cpu" and not self.training:
+            row = torch.addmv(x.new_empty(self.out_features), self.weight, x.flatten(), beta=0)
+            return row.view(*x.shape[:-1], self.out_features)
+        return F.linear(x, self.weight)
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with QK-Norm (Henry et al. 2020) and RoPE.
 
@@ -399,10 +433,10 @@ class Attention(nn.Module):
         self.layer = layer
         C, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(C, H * D, bias=False)
-        self.k_proj = nn.Linear(C, K * D, bias=False)
-        self.v_proj = nn.Linear(C, K * D, bias=False)
-        self.o_proj = nn.Linear(H * D, C, bias=False)
+        self.q_proj = Linear(C, H * D)
+        self.k_proj = Linear(C, K * D)
+        self.v_proj = Linear(C, K * D)
+        self.o_proj = Linear(H * D, C)
         self.q_norm = RMSNorm(D, config.rms_norm_eps)
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
 
@@ -432,9 +466,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -540,7 +574,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()

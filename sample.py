@@ -11,9 +11,11 @@ Letters in shape comments: B rows, T tokens, V vocab_size.
 
 import codecs
 import contextlib
+import importlib.util
 import json
 import os
 import random
+import shutil
 import sys
 import time
 import warnings
@@ -30,8 +32,11 @@ from checkpoint import load_model
 from config import SampleConfig, UserError, choose_device, parse_config, run_program
 from data.tokenizer import Tokenizer
 from model import GPT, KVCache
+from quantize import quantize_int8
 
 NEVER = float("-inf")
+COMPILE_AFTER = 32  # tokens that are made before the decode step is compiled
+LONG_ANSWER = 1000  # tokens, for which compiling pays even the first time
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # ------------------------------------------------------------------- from logits to a token
@@ -140,8 +145,9 @@ def generate_stream(
     process_logits. logit_bias is added to the scores of its ids; forbidden_ids never come. What is
     drawn depends on the seed and the row's place alone, not on the other rows.
 
-    compile: compile the decode step (GPT.decode_step). Rows that have ended then stay in the batch,
-    since another batch size would be another compilation.
+    compile: compile the decode step (GPT.decode_step), but not before COMPILE_AFTER tokens: an
+    answer that ends sooner does not wait for it. Rows that have ended then stay in the batch, since
+    another batch size would be another compilation.
 
     cache: for one prompt and one sample, a cache that holds the prompt's beginning, which is then
     not computed again. At the end it holds the prompt and all new tokens but the last. None: one is
@@ -155,7 +161,7 @@ def generate_stream(
     check_prompts(model, prompts)
     if not prompts:
         return
-    device, V = model.lm_head.weight.device, model.config.vocab_size
+    device, V = model.model.embed_tokens.weight.device, model.config.vocab_size
     limit, stop_ids = model.config.max_position_embeddings, frozenset(stop_ids)
     prompt_of = [p for p in range(len(prompts)) for _ in range(num_samples)]  # by row
     left = [min(max_new_tokens, limit + 1 - len(prompts[p])) for p in prompt_of]  # tokens, by row
@@ -163,8 +169,9 @@ def generate_stream(
     input_ids, mask = left_padded(prompts, device)  # (prompts, T)
     needed = input_ids.shape[1] + max(left) - 1
     if cache is None:
-        # Compiled, one of a few lengths: the next request may then find its step compiled.
-        length = rounded_up(needed) if compile else needed
+        # On a GPU one of a few lengths: the next request may then find its step compiled. On a CPU
+        # one more: a view of the whole cache would be another case, and compiled once more.
+        length = rounded_up(needed) if compile and device.type == "cuda" else needed + compile
         cache = make_cache(model, len(prompts), length, num_samples)
     elif len(left) > 1 or cache.length >= input_ids.shape[1] or needed > cache.max_length:
         raise ValueError(
@@ -190,7 +197,7 @@ def generate_stream(
             copies = torch.tensor(prompt_of, device=device)
             cache.select_rows(copies)
             logits = logits[copies]
-        step = None
+        steps, step = 0, lambda ids: model(ids, cache=cache)
         batch = list(range(len(left)))  # the rows that are in the batch
         while True:
             ids = pick(process_logits(logits, bias, seen, **sampling), generators)  # (B,)
@@ -205,7 +212,7 @@ def generate_stream(
             alive = [place for place, row in enumerate(batch) if left[row]]
             if not alive:
                 return
-            if len(alive) <= len(batch) // 2 and not compile:
+            if len(alive) <= len(batch) // 2 and not (compile and steps >= COMPILE_AFTER):
                 # To drop rows costs a copy of the cache: worth it once half of them have ended.
                 keep = torch.tensor(alive, device=device)
                 cache.select_rows(keep)
@@ -213,8 +220,9 @@ def generate_stream(
                 seen = seen[keep] if seen is not None else None
                 generators = [generators[place] for place in alive] if generators else None
                 batch = [batch[place] for place in alive]
-            if step is None:  # not before the first ids are out: it may have to compile
-                step = make_step(model, cache, compile)
+            steps += 1
+            if compile and steps == COMPILE_AFTER:
+                step = compiled_step(model, cache)
             logits = step(ids[:, None])[:, -1]
     finally:
         model.train(was_training)
@@ -234,20 +242,53 @@ def generate(
     return new
 
 
-def make_step(model: GPT, cache: KVCache, compile: bool) -> Callable[[Tensor], Tensor]:
-    """A function from the last ids (B, 1) to the next logits (B, 1, V), which fills the cache."""
-    if not compile:
-        return lambda ids: model(ids, cache=cache)
-    compiled = torch.compile(model.decode_step, fullgraph=True, dynamic=False)
-    slot = torch.tensor([cache.length], device=cache.keys.device)
+def compiled_step(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
+    """The compiled decode step: from the last ids (B, 1) to the next logits (B, 1, V).
+
+    It is compiled once for all positions. On a CPU the number of keys is a symbol in it, and the
+    step reads what the cache holds; on a GPU, where a graph has fixed shapes, it reads the smallest
+    of a few capacities that holds the row, and is captured once for each.
+    """
+    device = cache.real.device
+    on_cpu = device.type == "cpu"
+    # The C++ wrapper leaves no Python between one kernel and the next.
+    options = {"cpp_wrapper": True} if on_cpu else None
+    call = torch.compile(model.decode_step, fullgraph=True, dynamic=on_cpu, options=options)
+    if device.type == "cuda":
+        call = CudaGraphs(call)
+    slot = torch.tensor([cache.length], device=device)
 
     def step(ids: Tensor) -> Tensor:
-        logits = compiled(ids, cache, slot, cache.capacity(cache.length + 1))
+        length = cache.length + 1
+        logits = call(ids, cache, slot, length if on_cpu else cache.capacity(length))
         slot.add_(1)
-        cache.length += 1
+        cache.length = length
         return logits
 
     return step
+
+
+class CudaGraphs:
+    """A decode step that is launched as one graph, not kernel by kernel: one for each num_keys."""
+
+    def __init__(self, call: Callable[..., Tensor]):
+        self.call = call
+        self.warm: set[int] = set()
+        self.graphs: dict[int, tuple] = {}
+
+    def __call__(self, ids: Tensor, cache: KVCache, slot: Tensor, num_keys: int) -> Tensor:
+        if num_keys not in self.warm:  # the first call compiles and cannot be captured
+            self.warm.add(num_keys)
+            return self.call(ids, cache, slot, num_keys)
+        if num_keys not in self.graphs:
+            graph, graph_ids = torch.cuda.CUDAGraph(), ids.clone()
+            with torch.cuda.graph(graph):  # records, and runs nothing
+                logits = self.call(graph_ids, cache, slot, num_keys)
+            self.graphs[num_keys] = graph, graph_ids, logits
+        graph, graph_ids, logits = self.graphs[num_keys]
+        graph_ids.copy_(ids)
+        graph.replay()
+        return logits
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -281,7 +322,7 @@ def bias_of(
 
 def make_cache(model: GPT, rows: int, length: int, copies: int = 1) -> KVCache:
     """A cache like the weights; UserError with its bytes if memory does not hold `copies` of it."""
-    config, weight = model.config, model.lm_head.weight
+    config, weight = model.config, model.model.embed_tokens.weight
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     size = per_token * weight.element_size() * rows * copies * length  # bytes
     # A CPU promises memory that it does not have, and then kills who believed it.
@@ -289,7 +330,8 @@ def make_cache(model: GPT, rows: int, length: int, copies: int = 1) -> KVCache:
     try:
         if size > there:
             raise MemoryError
-        return KVCache(config, rows, length, device=weight.device, dtype=weight.dtype)
+        with torch.inference_mode():  # made outside of it, it would be compiled for once more
+            return KVCache(config, rows, length, device=weight.device, dtype=weight.dtype)
     except (RuntimeError, MemoryError) as error:
         raise UserError(
             f"the cache of {rows * copies} rows of {length} tokens needs {size / 2**30:,.1f} GiB, "
@@ -456,6 +498,7 @@ class Writer:
         reasons = [f"{n} x {reason}" if len(rows) > 1 else reason for reason, n in counts.items()]
         return rows, f"{report}; ended: {', '.join(reasons)}"
 
+    @torch.inference_mode()
     def prepare_cache(self, cache: KVCache | None, keep: int, prompt_length: int) -> KVCache:
         """A cache with the first `keep` tokens of the given one, and room for prompt and answer.
 
@@ -470,11 +513,7 @@ class Writer:
                 return cache
         larger = make_cache(self.model, 1, min(rounded_up(needed), limit))
         if cache is not None:
-            larger.keys[..., :keep, :] = cache.keys[..., :keep, :]
-            larger.values[..., :keep, :] = cache.values[..., :keep, :]
-            larger.real[:, :keep] = True
-            larger.row_lengths += keep
-            larger.length = keep
+            cache.copy_to(larger)
         return larger
 
 
@@ -516,14 +555,23 @@ def main(arguments: list[str]) -> None:
             stream.reconfigure(encoding="utf-8", errors="replace")
     refuse_contradictions(config)
     rows = [] if config.chat else read_rows(config)  # before the model: mistakes show at once
-    device, dtype, why = choose_device(config.device, config.dtype)
+    # A CPU reads weights in huge pages a third faster. torch looks at this with its first tensor.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    dtype = "bf16" if config.dtype == "int8" else config.dtype
+    device, dtype, why = choose_device(config.device, dtype)
     model, tokenizer, directory = load_model(config.checkpoint, device, dtype)
+    if config.dtype == "int8":
+        quantize_int8(model)
     if config.seed is None:
         config.seed = random.SystemRandom().getrandbits(31)
-    name = str(dtype).removeprefix("torch.")
+    name = "int8" if config.dtype == "int8" else str(dtype).removeprefix("torch.")
     note(f"{directory} on {device} in {name} ({why}); seed {config.seed}")
+    config.compile = decide_compile(config, device)
     if config.compile:
-        note("compiling the decode step: the first tokens come late")
+        note(
+            f"after {COMPILE_AFTER} tokens the decode step is compiled: that takes seconds, "
+            "and half a minute the first time"
+        )
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
     writer = Writer(model, tokenizer, config, stop_ids_of(directory, tokenizer), unused)
     if config.chat:
@@ -535,6 +583,22 @@ def main(arguments: list[str]) -> None:
         talk(writer, config.prompt)
     else:
         complete(writer, rows)
+
+
+def decide_compile(config: SampleConfig, device: torch.device) -> bool:
+    """Whether to compile: as asked, or if the answer may be long; if there is a compiler."""
+    if config.compile is None:
+        wanted = config.max_new_tokens >= LONG_ANSWER
+    else:
+        wanted = config.compile
+    if device.type == "cuda":
+        compiler, there = "triton", importlib.util.find_spec("triton") is not None
+    else:
+        compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
+        there = shutil.which(compiler) is not None
+    if wanted and config.compile and not there:
+        note(f"--compile needs {compiler}, which is not here: going on without")
+    return wanted and there
 
 
 def complete(writer: Writer, rows: list[dict]) -> None:

@@ -192,11 +192,11 @@ def test_writing_past_the_capacity_is_an_error_with_both_numbers(new):
     model = MODELS["sdpa", False]
     cache = new_cache(max_length=10)
     in_chunks(model, random_ids(CONFIG, 2, 10 - new + 1), cache, [10 - new + 1])
-    before = cache.real.clone(), cache.keys.clone()
+    before = cache.real.clone(), torch.stack(cache.keys)
     with pytest.raises(ValueError, match=rf"{11 - new} of at most 10 .*{new} more"):
         model(random_ids(CONFIG, 2, new), cache=cache)
     assert cache.length == 11 - new  # nothing was written
-    assert torch.equal(cache.real, before[0]) and torch.equal(cache.keys, before[1])
+    assert torch.equal(cache.real, before[0]) and torch.equal(torch.stack(cache.keys), before[1])
 
 
 def test_a_cache_of_other_rows_is_an_error_with_both_numbers():
@@ -229,6 +229,20 @@ def test_capacity_is_one_of_a_few_sizes_that_hold_the_row():
     assert all(size >= length for length, size in sizes.items())
     assert sorted(set(sizes.values())) == [256, 512, 1024, 2048, 3000]
     assert KVCache(CONFIG, 1, 100).capacity(1) == 100
+    with pytest.raises(ValueError, match="at most 100"):
+        KVCache(CONFIG, 1, 100).capacity(101)
+
+
+def test_copy_to_a_larger_cache_goes_on_as_before():
+    model = MODELS["sdpa", False]
+    prompt, _, mask = padded_batch(CONFIG, [5, 9], "left", 9)
+    more = random_ids(CONFIG, 2, 4)
+    small, large = new_cache(max_length=13), new_cache(max_length=40)
+    in_chunks(model, prompt, small, [9], mask)
+    small.copy_to(large)
+    expected = in_chunks(model, more, small, [1, 3])
+    assert torch.equal(in_chunks(model, more, large, [1, 3]), expected)
+    assert large.row_lengths.tolist() == [9, 13] and large.max_length == 40
 
 
 # ---------------------------------------------------------------------------------- decode_step
@@ -241,7 +255,8 @@ def test_decode_step_gives_the_logits_of_forward_across_capacities(way):
     more = random_ids(CONFIG, 2, 8)
     caches = [new_cache(max_length=600) for _ in range(2)]
     for cache in caches:
-        cache.keys.fill_(7.0), cache.values.fill_(7.0)  # what stands in free slots is not read
+        for tensor in cache.keys + cache.values:
+            tensor.fill_(7.0)  # what stands in free slots is not read
         in_chunks(model, prompt, cache, [252], mask)
     assert caches[0].capacity(253) == 256 and caches[0].capacity(260) == 512
     expected = in_chunks(model, more, caches[0], [1] * 8)

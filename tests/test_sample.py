@@ -102,7 +102,7 @@ def test_half_precision_runs_with_a_cache_of_its_dtype(dtype, monkeypatch):
     model = random_model(tiny()).to(dtype)
     (ids,) = generate(model, [PROMPTS[0]], 10, temperature=0)
     assert len(ids) == 10
-    assert made[0].keys.dtype == dtype
+    assert made[0].keys[0].dtype == dtype
 
 
 def test_each_row_stops_by_itself_and_its_neighbours_go_on(model):
@@ -186,9 +186,9 @@ def test_the_cache_is_made_to_measure(model, monkeypatch):
     stream = generate_stream(model, PROMPTS, 20)
     next(stream)
     assert made[0].max_length == 12 + 20 - 1
-    address = made[0].keys.data_ptr()
+    address = made[0].keys[0].data_ptr()
     assert len(list(stream)) == 19
-    assert len(made) == 1 and made[0].keys.data_ptr() == address  # and it stays that one
+    assert len(made) == 1 and made[0].keys[0].data_ptr() == address  # and it stays that one
     generate(model, [[1] * 299], 20)
     assert made[1].max_length == 300
 
@@ -340,7 +340,12 @@ def test_compiled_gives_the_same_tokens_and_one_graph_for_all_positions(model, m
 
     torch.compiler.reset()
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda fn, **kw: compile(fn, backend=count, **kw))
+
+    def compile_with_count(call, fullgraph, dynamic, options):
+        return compile(call, fullgraph=fullgraph, dynamic=dynamic, backend=count)
+
+    monkeypatch.setattr(torch, "compile", compile_with_count)
+    monkeypatch.setattr(sample, "COMPILE_AFTER", 2)
     expected = generate(model, PROMPTS, 30, temperature=0, stop_ids=[5])
     assert generate(model, PROMPTS, 30, temperature=0, stop_ids=[5], compile=True) == expected
     assert len(graphs) == 1
@@ -349,6 +354,14 @@ def test_compiled_gives_the_same_tokens_and_one_graph_for_all_positions(model, m
     expected = generate(model, others, 50, temperature=0)
     assert generate(model, others, 50, temperature=0, compile=True) == expected
     assert len(graphs) == 1
+
+
+def test_a_short_answer_is_not_compiled(model, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    new = sample.COMPILE_AFTER
+    assert generate(model, PROMPTS, new, temperature=0, compile=True) == generate(
+        model, PROMPTS, new, temperature=0
+    )
 
 
 @pytest.mark.slow

@@ -1,0 +1,48 @@
+"""Weights as 8-bit integers, for decoding: a token then reads half the bytes of bf16.
+
+`python sample.py --dtype=int8` loads a checkpoint in bf16 and calls `quantize_int8`, which puts an
+`Int8Linear` in the place of each matrix product. Activations, norms, embedding and cache stay bf16.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import GPT, Linear
+
+FEW_ROWS = 4  # up to so many, reading the weights is what takes the time
+
+
+class Int8Linear(nn.Module):
+    """A matrix product with weights (outputs, inputs) int8 and a scale (outputs,) for each output.
+
+    An output's scale is its largest weight / 127, so that no weight is cut off and each is off by
+    half a step at most (Dettmers et al. 2022, section 2.1, by rows and without outliers).
+    """
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127  # (outputs,)
+        rounded = (weight / scale[:, None]).round().to(torch.int8)
+        self.register_buffer("weight", rounded)
+        self.register_buffer("scale", scale.to(linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.shape[:-1].numel() <= FEW_ROWS:
+            rows = x.reshape(-1, x.shape[-1])  # (rows, inputs)
+            out = torch._weight_int8pack_mm(rows, self.weight, self.scale)
+            return out.view(*x.shape[:-1], -1)
+        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+
+
+@torch.no_grad()
+def quantize_int8(model: GPT) -> GPT:
+    """Replace each Linear of the model by its Int8Linear, in place, one at a time; also the head,
+    while a tied embedding stays as it is. For generation only: there is no gradient."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                setattr(module, name, Int8Linear(child))
+    return model.eval()
