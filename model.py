@@ -551,6 +551,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     grad = logits.sub_(total).exp_()
                     grad.scatter_add_(1, target, torch.full_like(total, -1.0))
                     grad = grad.mul_(counted).to(dtype)
+                    del logits  # in bf16 grad is a copy: two of this size at once are enough
                     grad_hidden[start : start + rows] = grad @ w
                     grad_weight += grad.T @ h
         if needs_grad:
