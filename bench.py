@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ def wait(device: str) -> None:
 
 def take_turns(ways: dict[str, Callable], device: str, rounds: int) -> dict[str, float]:
     """Median seconds of each way, one call of each in turn, after two calls to warm up."""
-    times = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 2):
         for name, call in ways.items():
             wait(device)
@@ -81,7 +82,7 @@ def read_bandwidth(device: str, size: int) -> float:
     vector, whichever is faster. A large cache of the processor may hold a part of it."""
     matrix = torch.ones(size // 4096, 1024, device=device)
     vector = torch.ones(1024, device=device)
-    ways = {"sum": matrix.sum, "product": lambda: matrix @ vector}
+    ways = {"sum": lambda: matrix.sum(), "product": lambda: matrix @ vector}
     return matrix.nbytes / min(take_turns(ways, device, rounds=15).values())
 
 
@@ -103,7 +104,7 @@ def forward_flops(config: GPTConfig, B: int, T: int) -> float:
     return 2 * B * T * matrices + 4 * B * pairs * H * D * config.num_hidden_layers
 
 
-def peers(config: GPTConfig, device: str) -> tuple[GPT, torch.nn.Module]:
+def peers(config: GPTConfig, device: str) -> tuple[GPT, Any]:
     """Our model and transformers', with the same weights."""
     import transformers
 
@@ -113,10 +114,10 @@ def peers(config: GPTConfig, device: str) -> tuple[GPT, torch.nn.Module]:
     ours = GPT(config).to(device)
     with tempfile.TemporaryDirectory() as directory:
         ours.save_pretrained(directory)
-        theirs = transformers.Qwen3ForCausalLM.from_pretrained(
+        theirs: Any = transformers.Qwen3ForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa"
-        ).to(device)
-    return ours, theirs
+        )
+    return ours, theirs.to(device)
 
 
 class Table:
@@ -297,7 +298,8 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
         for B, context in ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024), (8, 4096)):
             prompts = torch.randint(3, config.vocab_size, (B, context)).tolist()
             turns = rounds if B * context <= 8192 else 1
-            times = {name: [] for name in ("ours", "dynamic cache", "static cache")}
+            names = ("ours", "dynamic cache", "static cache")
+            times: dict[str, list] = {name: [] for name in names}
             for _ in range(turns):
                 times["ours"].append(time_generate(ours, prompts))
                 times["dynamic cache"].append(time_transformers(theirs, prompts, None))
@@ -348,7 +350,7 @@ def say_loss_of_int8(checkpoint: str | None) -> None:
         limit = model.config.max_position_embeddings
         _, rows = load_dataset(stories, tokenizer=tokenizer, max_seq_len=limit)
         batches = Batches(rows, 32, limit, seed=0, shuffle=False)
-        total, targets = 0.0, 0
+        total, targets = 0.0, 0.0
         for number in range(batches.per_epoch):
             batch = batches[number]
             with torch.no_grad():
@@ -363,7 +365,7 @@ def linear_weights(model: torch.nn.Module) -> Iterator[int]:
     """Bytes of what one token must read: each matrix product's weights, the head's among them."""
     for module in model.modules():
         if isinstance(module, Linear | Int8Linear):
-            yield module.weight.nbytes
+            yield int(module.weight.nbytes)
 
 
 def decode_flops(config: GPTConfig, B: int, S: int) -> float:
@@ -380,7 +382,7 @@ def time_generate(model: GPT, prompts: list[list[int]]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def time_transformers(model: torch.nn.Module, prompts: list[list[int]], cache: str | None):
+def time_transformers(model: Any, prompts: list[list[int]], cache: str | None) -> list[float]:
     """The same of transformers' generate, 32 tokens."""
     ids = torch.tensor(prompts, device=model.device)
     times = [time.perf_counter()]

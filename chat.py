@@ -128,9 +128,9 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """
     ids, supervised = tokenizer.render_chat(messages, add_generation_prompt=True)
     answers = (message for message in messages if message["role"] == "assistant")
-    chat = []
-    for is_answer, run in itertools.groupby(range(len(ids)), lambda place: supervised[place]):
-        run = [ids[place] for place in run]  # of an answer: its content and the end of its turn
+    chat: list[int] = []
+    for is_answer, places in itertools.groupby(range(len(ids)), lambda place: supervised[place]):
+        run = [ids[place] for place in places]  # of an answer: its content and the end of its turn
         if is_answer:
             written = next(answers)["ids"]
             if tokenizer.decode(written) == tokenizer.decode(run[:-1]):

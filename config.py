@@ -15,7 +15,7 @@ import types as types_module
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -200,8 +200,8 @@ class SampleConfig:
     device: str = "auto"
     """"auto" (CUDA, then MPS, then CPU), or a torch device such as "cuda:1"."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """Dtype of weights and cache. "auto": bf16 on CUDA, else fp32. "int8": 8-bit weights with a scale
-    for each output, the rest bf16; fewer bytes to read for each token, and a little less exact."""
+    """Dtype of weights and cache. "auto": bf16 on CUDA, else fp32. "int8": weights of 8 bits with a
+    scale for each output, the rest bf16: fewer bytes to read for a token, a little less exact."""
     compile: bool | None = None
     """Compile the decode step, after its first tokens: this takes seconds, and half a minute the
     first time; then each token takes a fraction of the time. None: if 1,000 tokens may come."""
@@ -224,7 +224,7 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
         raise UserError(f"{files[0]}: options begin with two dashes; --help lists them")
     if files and config_class is SampleConfig:
         raise UserError(f'{files[0]} belongs to no option; a prompt is given as --prompt "..."')
-    config = config_class()
+    config: Any = config_class()
     if files:
         config = replace(config, **read_config_file(Path(files[0]), config_class))
     program = f"{config_class.__name__.removesuffix('Config').lower()}.py"
@@ -252,7 +252,9 @@ def read_saved_options(file: Path) -> dict:
     types = get_type_hints(TrainConfig)
     if not isinstance(saved, dict) or not saved.keys() <= types.keys():
         raise UserError(f"{file} does not hold the options of a run; it cannot be continued")
-    values = {name: checked(value, types[name], f"{file}: {name}") for name, value in saved.items()}
+    values: dict[str, Any] = {
+        name: checked(value, types[name], f"{file}: {name}") for name, value in saved.items()
+    }
     return vars(TrainConfig(**values))
 
 

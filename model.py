@@ -353,9 +353,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float)
             # With a mask, enable_gqa would fall back to the slow math kernel on CUDA.
             k = k.repeat_interleave(H // K, dim=1)
             v = v.repeat_interleave(H // K, dim=1)
-        options = {"dropout_p": dropout, "is_causal": plan.is_causal}
-        options["enable_gqa"] = k.shape[1] != H
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.visible, **options)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=plan.visible,
+            dropout_p=dropout,
+            is_causal=plan.is_causal,
+            enable_gqa=k.shape[1] != H,
+        )
     return out if plan.blind is None else out.masked_fill(plan.blind, 0)
 
 

@@ -21,6 +21,9 @@ class Int8Linear(nn.Module):
     half a step at most (Dettmers et al. 2022, section 2.1, by rows and without outliers).
     """
 
+    weight: Tensor
+    scale: Tensor
+
     def __init__(self, linear: Linear):
         super().__init__()
         weight = linear.weight.detach().float()

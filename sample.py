@@ -20,9 +20,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,8 +132,8 @@ def generate_stream(
     stop_when: Callable[[int, int], bool] | None = None,
     compile: bool = False,
     cache: KVCache | None = None,
-    **sampling: float,
-) -> Iterator[list[tuple[int, int]]]:
+    **sampling: Any,
+) -> Generator[list[tuple[int, int]]]:
     """Continue prompts of any lengths; yield each step's (row, id) pairs as they are made.
 
     Row p * num_samples + s is sample s of prompt p. A row ends with the first of: an id of
@@ -252,10 +253,9 @@ def compiled_step(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
     device = cache.real.device
     on_cpu = device.type == "cpu"
     # The C++ wrapper leaves no Python between one kernel and the next.
-    options = {"cpp_wrapper": True} if on_cpu else None
-    call = torch.compile(model.decode_step, fullgraph=True, dynamic=on_cpu, options=options)
-    if device.type == "cuda":
-        call = CudaGraphs(call)
+    options: dict | None = {"cpp_wrapper": True} if on_cpu else None
+    compiled = torch.compile(model.decode_step, fullgraph=True, dynamic=on_cpu, options=options)
+    call = CudaGraphs(compiled) if device.type == "cuda" else compiled
     slot = torch.tensor([cache.length], device=device)
 
     def step(ids: Tensor) -> Tensor:
@@ -664,7 +664,7 @@ def read_rows(config: SampleConfig) -> list[dict]:
     return rows
 
 
-def check_row(row: object, where: str) -> None:
+def check_row(row: Any, where: str) -> None:
     fields = ("prompt", "text", "messages")
     given = [name for name in fields if isinstance(row, dict) and name in row]
     if len(given) != 1:
