@@ -1,6 +1,7 @@
 """Speed and memory, side by side with transformers' Qwen3 of the same shape and weights.
 
   python bench.py train    forward, and forward + backward + optimizer step
+  python bench.py loop     what train.py's loop costs besides the model
   python bench.py loss     memory and time of the loss at Qwen3's vocabulary
   python bench.py decode   generation: prefill and decode
   python bench.py all      everything;  --device=cuda on a GPU
@@ -29,11 +30,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import train
 from checkpoint import load_model
+from config import TrainConfig, parse_config
 from data.batches import Batches
 from data.dataset import load_dataset
 from model import GPT, GPTConfig, Linear, LinearCrossEntropy
 from quantize import Int8Linear, quantize_int8
+from report import forward_flops
 from sample import COMPILE_AFTER, generate, generate_stream
 
 warnings.filterwarnings("ignore")
@@ -84,24 +88,6 @@ def read_bandwidth(device: str, size: int) -> float:
     vector = torch.ones(1024, device=device)
     ways = {"sum": lambda: matrix.sum(), "product": lambda: matrix @ vector}
     return matrix.nbytes / min(take_turns(ways, device, rounds=15).values())
-
-
-def forward_flops(config: GPTConfig, B: int, T: int) -> float:
-    """What a forward must do: 2 per weight and token in the matrices, and causal attention.
-
-    Attention multiplies queries by keys and weights by values, 2 * 2 * H * D for each of the
-    T * (T + 1) / 2 pairs that may look at each other. A backward takes twice a forward.
-    """
-    C, H, K, D = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    layer = C * D * (2 * H + 2 * K) + 3 * C * config.intermediate_size
-    matrices = config.num_hidden_layers * layer + C * config.vocab_size
-    pairs = T * (T + 1) / 2
-    return 2 * B * T * matrices + 4 * B * pairs * H * D * config.num_hidden_layers
 
 
 def peers(config: GPTConfig, device: str) -> tuple[GPT, Any]:
@@ -200,6 +186,61 @@ def training_step(model: torch.nn.Module, dtype: torch.dtype, device: str, compi
         optimizer.zero_grad()
 
     return run
+
+
+# ------------------------------------------------------------------------------------- the loop
+
+
+def bench_loop(config_file: str, steps: int = 200) -> None:
+    """What train.py's loop costs besides the model: `steps` steps of a recipe, every other one by a
+    bare loop on the same batches (forward, backward, clipping, optimizer), all in one run."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = [f"--out_dir={directory}/run", "--dtype=fp32", "--compile=False"]
+        never = [f"--{name}=1000000" for name in ("eval_every", "save_every")]
+        config = parse_config(TrainConfig, [config_file, f"--max_steps={steps}", *options, *never])
+        config.eval_batches, config.sample_tokens = 1, 0
+        take_step, bare, ours, between = train.take_step, [], [], []
+        ended = None
+
+        def alternate(forward, optimizers, scaler, window, machine, config, stop):
+            nonlocal ended
+            started = time.perf_counter()
+            if ended is not None:
+                between.append(started - ended)
+            if len(ours) > len(bare):
+                step = bare_step(forward, optimizers, window, config)
+                bare.append(time.perf_counter() - started)
+            else:
+                step = take_step(forward, optimizers, scaler, window, machine, config, stop)
+                ours.append(time.perf_counter() - started)
+            ended = time.perf_counter()
+            return step
+
+        train.take_step = alternate
+        train.train(config)
+        train.take_step = take_step
+    by_bare, by_ours, rest = (statistics.median(times[5:]) for times in (bare, ours, between))
+    rows = Table(f"The loop's cost in {config_file} on {device_name('cpu')}, milliseconds a step")
+    rows.append(
+        {
+            "bare loop": f"{by_bare * 1e3:.2f}",
+            "take_step": f"{by_ours * 1e3:.2f}",
+            "between steps": f"{rest * 1e3:.2f}",
+            "overhead": f"{(by_ours + rest) / by_bare - 1:.1%}",
+        }
+    )
+
+
+def bare_step(model: Any, optimizers: list, window: list[dict], config: TrainConfig) -> train.Step:
+    for batch in window:
+        loss_sum, targets = model(batch["input_ids"], labels=batch["labels"])
+        (loss_sum / targets / len(window)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    tokens = sum(batch["num_tokens"] for batch in window)
+    return train.Step((loss_sum / targets).item(), norm.item(), targets.item(), tokens)
 
 
 # -------------------------------------------------------------------------------------- loss
@@ -426,10 +467,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["train", "loss", "decode", "all", "one_loss"])
+    parser.add_argument("what", choices=["train", "loop", "loss", "decode", "all", "one_loss"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5, help="calls that each median is taken of")
     parser.add_argument("--checkpoint", help="decode: a run of configs/tiny.py, for int8's loss")
+    parser.add_argument("--config", default="configs/tiny.py", help="loop: the recipe")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -438,6 +480,8 @@ def main() -> None:
         one_loss(options.way, options.dtype, options.device)
     if options.what in ("train", "all"):
         bench_train(options.device, options.rounds)
+    if options.what == "loop":
+        bench_loop(options.config)
     if options.what in ("loss", "all"):
         bench_loss(options.device)
     if options.what in ("decode", "all"):

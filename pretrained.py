@@ -2,10 +2,13 @@
 
 `decoder_fields` and `read_config` turn a config.json into the shape of the decoder, or refuse it by
 name; `read` and `write` move the tensors; `local_directory` finds the files, here or on the hub.
-Only JSON and safetensors files are opened, which are data and never code.
+Only JSON and safetensors files are opened, which are data and never code; only those that lie in
+the directory; and what they claim is compared with their size before memory is taken for it.
 """
 
 import json
+import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from files import own_file, read_json, shown
 
 Config = TypeVar("Config")
 
@@ -29,21 +34,23 @@ QWEN3 = {
 # What transformers takes for a field that a Qwen3 config.json leaves out.
 QWEN3_LEFT_OUT = {"head_dim": 128, "rope_theta": 1e4, "tie_word_embeddings": False}
 REQUIRED = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size".split()
+MOST_LAYERS = 1024  # no model has as many; each takes memory before its tensors are compared
 
 
 def decoder_fields(config: dict, known: list[str]) -> dict:
     """The `known` fields of a config.json, in one spelling. ValueError for another architecture."""
-    if not isinstance(config, dict):
-        raise ValueError(f"it holds a {type(config).__name__} and not the fields of a model")
     model_type = config.get("model_type")
     if model_type not in ("qwen3", "minimind"):
         raise ValueError(
-            f"model_type is {model_type!r}: only dense Qwen3 and MiniMind-3 can be read"
+            f"model_type is {shown(model_type)}: only dense Qwen3 and MiniMind-3 can be read"
         )
     if model_type == "qwen3":
         config = QWEN3_LEFT_OUT | config
     # transformers 5 keeps theta and scaling together in `rope_parameters`; before, in two fields.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must be an object, not {shown(rope)}")
+    rope = dict(rope)
     refused = {
         "attention_bias": config.get("attention_bias", False),
         "use_sliding_window": config.get("use_sliding_window", False),
@@ -55,29 +62,67 @@ def decoder_fields(config: dict, known: list[str]) -> dict:
     }
     for name, value in refused.items():
         if value:
-            raise ValueError(f"{name} = {value!r} is another architecture than this decoder's")
-    missing = [name for name in REQUIRED if name not in config]
+            raise ValueError(f"{name} = {shown(value)} is another architecture than this decoder's")
+    missing = [name for name in REQUIRED if config.get(name) is None]
     if missing:
         raise ValueError(f"these fields are missing: {', '.join(missing)}")
+    if config.get("max_position_embeddings", 1) is None:
+        raise ValueError("max_position_embeddings must be a whole number above 0, not null")
     values = {name: value for name, value in config.items() if name in known}
     if "rope_theta" in rope:
         values["rope_theta"] = rope.pop("rope_theta")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     values["rope_scaling"] = None if rope_type == "default" else rope
+    check_numbers(values)
     return values
 
 
+# The numbers of rope_scaling that may be there, and the least that each may be.
+ROPE_NUMBERS = {"factor": 1e-6, "original_max_position_embeddings": 0, "beta_fast": 0}
+ROPE_NUMBERS |= {"beta_slow": 0, "attention_factor": 0, "mscale": 0, "mscale_all_dim": 0}
+
+
+def check_numbers(values: dict) -> None:
+    """Refuse, by name, what the decoder would fail to compute with, only much later."""
+    scaling = values["rope_scaling"] or {}
+    numbers = {name: (values[name], 1e-30) for name in ("rms_norm_eps",) if name in values}
+    if "rope_theta" in values:  # YaRN divides by its logarithm
+        numbers["rope_theta"] = (values["rope_theta"], 1.001 if scaling else 1e-6)
+    for name, least in ROPE_NUMBERS.items():
+        if scaling.get(name) is not None:
+            numbers[name] = (scaling[name], least)
+    for name, (value, least) in numbers.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= 1e30:
+            raise ValueError(f"{name} must be a number from {least:g} to 1e30, not {shown(value)}")
+    tied = values.get("tie_word_embeddings", True)
+    if not isinstance(tied, bool):
+        raise ValueError(f"tie_word_embeddings must be true or false, not {shown(tied)}")
+
+
 def read_config(directory: Path, from_dict: Callable[[dict], Config]) -> Config:
-    """from_dict of the directory's config.json; ValueError that names the file and the field."""
+    """from_dict of the directory's config.json; ValueError that names the file and the field.
+
+    What it claims is compared with what is stored before a model of that shape is built, though it
+    be on the meta device.
+    """
     file = directory / "config.json"
+    content = read_json(directory, "config.json")
     try:
-        config = from_dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    layers, stored = config.num_hidden_layers, len(tensor_files(directory))
-    if layers > stored:  # before a model of as many layers is built, if only on the meta device
+        config = from_dict(content)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file}: {str(error)[:300]}") from error
+    layers = config.num_hidden_layers
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{file}: num_hidden_layers is {layers}, but at most {MOST_LAYERS} count")
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    rows = config.vocab_size + layers * (3 * config.intermediate_size + heads * config.head_dim)
+    claimed = rows * config.hidden_size  # the matrices; norms are little beside them
+    stored = sum(math.prod(shape) for _, shape in tensor_files(directory).values())
+    if claimed > 100 * stored:  # a tensor that is merely missing is named by `read`
         raise ValueError(
-            f"{file}: num_hidden_layers is {layers}, but the weights are only {stored} tensors"
+            f"{file}: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, head_dim "
+            f"and intermediate_size make {claimed:,} parameters, but only {stored:,} are stored"
         )
     return config
 
@@ -87,7 +132,7 @@ def write(directory: Path, config: dict, tensors: dict[str, Tensor]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     content = json.dumps(QWEN3 | config | {"dtype": dtype}, indent=2)
-    (directory / "config.json").write_text(content + "\n")
+    (directory / "config.json").write_text(content + "\n", encoding="utf-8", newline="\n")
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -117,6 +162,7 @@ def read(
                 f"{file}: tensor {name} has shape {shape}, "
                 f"but config.json asks for {tuple(expected[name])}"
             )
+    check_memory(directory, where, device, dtype)
     tensors = {}
     for name, (file, _) in where.items():
         # Opened anew for each: one handle would keep every page that it has read in memory.
@@ -125,6 +171,33 @@ def read(
         tensors[name] = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
         tensors[name].copy_(stored)
     return tensors
+
+
+def check_memory(
+    directory: Path,
+    where: dict[str, tuple[Path, tuple[int, ...]]],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Refuse weights that memory does not hold. A file may have holes, and be larger than a disk.
+
+    A CPU promises memory that it does not have, and then kills who believed it; GPUs say no.
+    """
+    size = sum(math.prod(shape) for _, shape in where.values())
+    size *= dtype.itemsize if dtype else 2  # stored: float16 or larger
+    if torch.device(device).type == "cpu" and size > physical_memory():
+        raise ValueError(
+            f"{directory}: the weights need {size / 2**30:,.1f} GiB, but this machine has "
+            f"{physical_memory() / 2**30:,.1f} GiB of memory"
+        )
+
+
+def physical_memory() -> float:
+    """Bytes of memory in this machine; where the system does not say, infinity."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")
 
 
 def local_directory(directory_or_hub_id: str | Path) -> Path:
@@ -139,7 +212,7 @@ def local_directory(directory_or_hub_id: str | Path) -> Path:
         )
 
         try:
-            wanted = ["*.json", "*.safetensors"]
+            wanted = ["*.json", "*.safetensors", "chat_template.jinja"]
             return Path(snapshot_download(str(directory_or_hub_id), allow_patterns=wanted))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise FileNotFoundError(
@@ -156,15 +229,15 @@ def tensor_files(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     names = ["model.safetensors"]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            names = sorted(set(read_json(directory, index.name)["weight_map"].values()))
+        except (TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files ({error})") from error
     where = {}
     for name in names:
         # A bare name: a path could lead out of the directory.
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
-            raise ValueError(f"{index}: {name!r} is not a safetensors file of this directory")
-        file = directory / name
+            raise ValueError(f"{index}: {shown(name)} is not a safetensors file of this directory")
+        file = own_file(directory, name)
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing")
         try:
@@ -173,7 +246,11 @@ def tensor_files(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
                     stored = tensors.get_slice(key)
                     if stored.get_dtype() not in ("F64", "F32", "BF16", "F16"):
                         raise ValueError(f"{file}: tensor {key} is {stored.get_dtype()}, not float")
+                    if key in where:
+                        raise ValueError(f"{file}: tensor {key} is in {where[key][0].name} too")
                     where[key] = (file, tuple(stored.get_shape()))
         except SafetensorError as error:
             raise ValueError(f"{file} is cut short or not a safetensors file ({error})") from error
+        except (OSError, RuntimeError) as error:  # no permission; larger than any address space
+            raise ValueError(f"{file} cannot be opened ({error})") from error
     return where

@@ -1,36 +1,114 @@
 """What a person sees of a training run, and what is kept of it.
 
 `Report` owns the progress bar, the evaluation lines, metrics.jsonl, loss.png and the Weights &
-Biases run. In a job of several processes only the first one's report is `active`.
+Biases run. In a job of several processes only the first one's report is `active`. Before it stands
+what its figures are made of: the work of a forward, the most that a card can do, and memory.
 """
 
 import json
 import math
 import os
+import re
+import secrets
+import sys
 import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from config import TrainConfig, UserError
+from model import GPTConfig
 
-# A line of metrics.jsonl has those of these that are known at its step, in this order.
+# A line of metrics.jsonl has those of these that are known at its step, in this order. Speeds are
+# over the last two seconds or more, evaluations left out, and of all processes together:
+#   tokens_per_second   real tokens, padding not counted; targets_per_second: supervised ones
+#   flops_per_second    what the model needs: 3 times forward_flops, padding included
+#   mfu                 that as a share of the cards' peak
+#   memory_gib          the most that the process held so far, on its device; on a CPU, all in all
+#   data_wait_ms        how long the step waited for its data
 FIELDS = (
-    "step loss val_loss val_ppl val_bpb floor lr grad_norm "
-    "tokens targets tokens_per_second seconds data_wait_ms skipped_steps"
+    "step loss val_loss val_ppl val_bpb floor lr grad_norm tokens targets tokens_per_second "
+    "targets_per_second flops_per_second mfu memory_gib seconds data_wait_ms skipped_steps"
 ).split()
+
+# Products of dense 16-bit matrices with fp32 sums, in 10**12 FLOP per second, from the makers' data
+# sheets: bf16, or fp16 where there is no bf16 (T4, V100).
+PEAK_TERAFLOPS = {
+    r"NVIDIA B200": 2250,
+    r"NVIDIA H200": 989,
+    r"NVIDIA H100 80GB HBM3": 989,
+    r"NVIDIA H100 NVL": 835,
+    r"NVIDIA H100 PCIe": 756,
+    r"NVIDIA A100\b.*": 312,
+    r"NVIDIA L40S": 362,
+    r"NVIDIA L4": 121,
+    r"NVIDIA GeForce RTX 4090": 165,
+    r"NVIDIA GeForce RTX 3090": 71,
+    r"Tesla V100\b.*": 125,
+    r"Tesla T4": 65,
+}
+
+
+def forward_flops(config: GPTConfig, B: int, T: int) -> int:
+    """What a forward of (B, T) must do: 2 per weight and token in the matrices, and attention.
+
+    Attention multiplies queries by keys and weights by values, 2 * 2 * H * D for each of the
+    T * (T + 1) / 2 pairs that may look at each other. A backward takes twice a forward, so that a
+    training step takes 6 per weight and token. What is computed twice to save memory counts once.
+    """
+    C, H, K, D = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    layer = C * D * (2 * H + 2 * K) + 3 * C * config.intermediate_size
+    matrices = config.num_hidden_layers * layer + C * config.vocab_size
+    pairs = T * (T + 1) // 2
+    return 2 * B * T * matrices + 4 * B * pairs * H * D * config.num_hidden_layers
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP per second that a device can do at best in 16 bits; None where that is not known."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    peaks = (peak for card, peak in PEAK_TERAFLOPS.items() if re.fullmatch(card, name))
+    peak = next(peaks, None)
+    return peak and peak * 1e12
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: the most that tensors took on a CUDA device, else that this process took at all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None  # Windows
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
 
 
 class Report:
-    """The figures of one run, from `start_step` on."""
+    """The figures of one run, from `start_step` on. `peak`: FLOP per second of all its devices."""
 
-    def __init__(self, run: Path, config: TrainConfig, active: bool, start_step: int):
+    def __init__(
+        self,
+        run: Path,
+        config: TrainConfig,
+        active: bool,
+        start_step: int,
+        device: torch.device,
+        peak: float | None,
+    ):
         self.run = run
         self.active = active
-        self.clock, self.tokens = time.perf_counter(), None  # where the speed is measured from
-        self.speed = (
-            None  # tokens per second over the last two seconds or more, evaluations left out
-        )
+        self.device, self.peak = device, peak
+        self.flops = 0
+        self.mark = None  # where speeds are measured from: (clock, tokens, targets, FLOP)
+        self.speeds = {}
         self.bar = tqdm(
             total=config.max_steps,
             initial=start_step,
@@ -41,15 +119,24 @@ class Report:
         )
         self.wandb = start_wandb(run, config) if config.wandb and active else None
 
-    def step(self, line: dict) -> None:
-        """Move the bar. `line` has the figures of the step, by the names in FIELDS."""
-        now = time.perf_counter()
-        if self.tokens is None:
-            self.clock, self.tokens = now, line["tokens"]
-        elif now - self.clock > 2 or self.speed is None:
-            self.speed = (line["tokens"] - self.tokens) / (now - self.clock)
-            self.clock, self.tokens = now, line["tokens"]
-        speed = f", {self.speed:,.0f} tokens/s" if self.speed else ""
+    def step(self, line: dict, flops: int) -> None:
+        """Move the bar. `line` has the figures of the step, by the names in FIELDS; `flops` is what
+        it took, of all processes."""
+        self.flops += flops
+        now = (time.perf_counter(), line["tokens"], line["targets"], self.flops)
+        if self.mark is None:
+            self.mark = now
+        elif now[0] - self.mark[0] > 2 or not self.speeds:
+            seconds, *amounts = (
+                after - before for before, after in zip(self.mark, now, strict=True)
+            )
+            names = ("tokens_per_second", "targets_per_second", "flops_per_second")
+            rates = (round(amount / seconds) for amount in amounts)
+            self.speeds = dict(zip(names, rates, strict=True))
+            if self.peak:
+                self.speeds["mfu"] = round(self.speeds["flops_per_second"] / self.peak, 4)
+            self.mark = now
+        speed = f", {self.speeds['tokens_per_second']:,} tokens/s" if self.speeds else ""
         self.bar.set_postfix_str(f"loss {line['loss']:.3f}, lr {line['lr']:.1e}{speed}", False)
         self.bar.update()
 
@@ -57,7 +144,8 @@ class Report:
         """Append a line to metrics.jsonl (and to wandb)."""
         if not self.active:
             return
-        line = line | {"tokens_per_second": self.speed and round(self.speed)}
+        memory = peak_memory(self.device)
+        line = line | self.speeds | {"memory_gib": memory and round(memory / 2**30, 3)}
         known = {name: line[name] for name in FIELDS if line.get(name) is not None}
         finite = {k: v if math.isfinite(v) else str(v) for k, v in known.items()}
         with (self.run / "metrics.jsonl").open("a") as file:
@@ -67,7 +155,7 @@ class Report:
 
     def evaluation(self, line: dict, train_loss: float, sample: str) -> None:
         """Print an evaluation and a sample above the bar, and draw the curve anew."""
-        self.clock, self.tokens = time.perf_counter(), line["tokens"]
+        self.mark = (time.perf_counter(), line["tokens"], line["targets"], self.flops)
         if not self.active:
             return
         text = (
@@ -95,19 +183,23 @@ class Report:
 
 
 def start_wandb(run: Path, config: TrainConfig):
-    """The wandb run of that name; a resumed run continues its own. Offline without a login."""
+    """The run at wandb; a resumed run continues its own. Offline without a login.
+
+    Its id is kept in the run's directory and not made of its name, which another run may have had.
+    """
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
     logged_in = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
-    name = (
-        str(run.resolve().relative_to(Path.cwd()))
-        if run.resolve().is_relative_to(Path.cwd())
-        else str(run)
-    )
+    file = run / "wandb_id.txt"
+    if not file.is_file():
+        file.write_text(secrets.token_hex(4) + "\n")
+    directory = run.resolve()
+    here = directory.is_relative_to(Path.cwd())
     return wandb.init(
         project=config.wandb_project,
-        id=name.replace("/", "-"),
+        id=file.read_text().strip(),
+        name=str(directory.relative_to(Path.cwd()) if here else run),
         resume="allow",
         dir=run,
         mode=None if logged_in else "offline",

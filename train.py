@@ -1,7 +1,7 @@
 """Train a GPT:  python train.py configs/tiny.py   (--help lists every option)
 
-One story. `train` is its spine; what it calls stands below it, in the order in which it is called:
-  1. the machine      device, dtype, processes
+One story. `train_run` is its spine; what it calls stands below it, in the order of the calls:
+  1. the machine      device, dtype, processes (machine.py)
   2. the data         corpus, tokenizer, rows, batches
   3. the model        from scratch, from a checkpoint, or from where this run stopped
   4. the optimizers   AdamW, or Muon for the blocks' matrices; the learning rate's schedule
@@ -17,23 +17,22 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from config import TrainConfig, UserError, check_values, choose_device, parse_config, run_program
+from config import TrainConfig, UserError, check_values, parse_config, run_program
 from data import tinyworld
 from data.batches import Batches
 from data.dataset import TokenRows, load_dataset, training_texts
 from data.tokenizer import Tokenizer
+from machine import Machine, launcher
 from model import GPT, GPTConfig
-from report import Report
+from report import Report, forward_flops, peak_flops
 from sample import generate
 
 CACHE = Path("data/cache")
@@ -59,12 +58,20 @@ def train(config: TrainConfig) -> None:
     """
     check_values(config)
     shape_of(config, config.vocab_size)  # refuses a shape that cannot be built, before the data
+    with checkpoint.RunLock(Path(config.out_dir)) as lock:
+        train_run(config, lock)
+
+
+def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
+    """The story. Nobody else writes to the run once `lock` is taken."""
     run = Path(config.out_dir)
+    lock.take()
     resume_from = find_resume_point(run, config)
 
     # 1. the machine
 
     machine = Machine.start(config)
+    machine.check_same("checkpoint to go on from", str(resume_from))
     say = print if machine.is_main else (lambda *_: None)
     say(f"device      {machine.device}, {machine.reason}")
 
@@ -73,12 +80,16 @@ def train(config: TrainConfig) -> None:
     model, tokenizer = None, None
     if resume_from or config.init_from:
         source = str(resume_from or config.init_from)
-        model, tokenizer, directory = checkpoint.load_model(source, machine.device, torch.float32)
+        device = machine.birthplace if machine.sharded else machine.device
+        with machine.first_process_first():
+            model, tokenizer, directory = checkpoint.load_model(source, device, torch.float32)
         say(f"weights     {directory}")
     with machine.first_process_first():
         if resume_from is None:
             tokenizer = choose_tokenizer(config, tokenizer)
         train_rows, val_rows, floor = load_rows(config, tokenizer)
+    machine.check_same("training data", train_rows.fingerprint)
+    machine.check_same("validation data", val_rows.fingerprint)
     if train_rows.is_chat:
         tokenizer.learn_chats()
     say(f"tokenizer   {tokenizer.vocab_size:,} ids")
@@ -93,22 +104,20 @@ def train(config: TrainConfig) -> None:
 
     torch.manual_seed(config.seed)
     if model is None:
-        model = GPT(shape_of(config, tokenizer.vocab_size)).to(machine.device)
+        with machine.birthplace:
+            model = GPT(shape_of(config, tokenizer.vocab_size))
     if config.max_seq_len > model.config.max_position_embeddings:
         raise UserError(
             f"max_seq_len ({config.max_seq_len}) is beyond the model's context limit, "
             f"max_position_embeddings ({model.config.max_position_embeddings})"
         )
+    compiled = config.compile
+    if compiled is None:
+        compiled = machine.device.type == "cuda"
+    model, forward = place(model, machine, compiled)
     model.config.dropout = config.dropout
     model.config.attention = config.attention
     model.model.recompute_activations = config.recompute_activations
-    forward, compiled = model, config.compile
-    if compiled is None:
-        compiled = machine.device.type == "cuda"
-    if compiled:
-        forward = torch.compile(forward)
-    if machine.world_size > 1:
-        forward = DistributedDataParallel(forward)
     say(f"model       {model.num_parameters():,} parameters{', compiled' if compiled else ''}")
 
     # 4. the optimizers
@@ -117,14 +126,22 @@ def train(config: TrainConfig) -> None:
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
     progress = Progress()
     if resume_from:
-        state = checkpoint.load_training_state(resume_from)
+        with machine.together():
+            state = checkpoint.load_training_state(resume_from)
         if state["data"] != train_rows.fingerprint:
             raise UserError(
                 f"{config.data} has changed since {run} was started, and with it the order of the "
                 f"rows: put the file back, or start another run from {resume_from} with --init_from"
             )
         progress = Progress(**state["progress"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        moments = state["optimizers"]
+        if machine.sharded or moments is None:  # it goes to parts, or comes from parts
+            import sharding
+
+            shards = resume_from / "training_state"
+            with machine.together():
+                moments = sharding.load_moments(optimizers, moments, shards, machine.talk)
+        for optimizer, saved in zip(optimizers, moments, strict=True):
             load_optimizer(optimizer, saved)
         scaler.load_state_dict(state["scaler"])
         if progress.step > config.max_steps:
@@ -132,63 +149,87 @@ def train(config: TrainConfig) -> None:
                 f"{run} is at step {progress.step} already, beyond max_steps = {config.max_steps}"
             )
         say(f"resuming    after step {progress.step:,} of {config.max_steps:,}")
-    if machine.is_main:
-        checkpoint.start_run(run, config, progress.step)
+    with machine.together():
+        if machine.is_main:
+            lock.take(make_directory=True)
+            checkpoint.start_run(run, config, progress.step)
 
     # 5. the loop
 
-    def save() -> Path:
+    def save() -> Path | None:
+        """Write a checkpoint; its directory in the main process, None in the others."""
         state = {
             "progress": asdict(progress),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "optimizers": None,  # in parts, if the model is
             "scaler": scaler.state_dict(),
             "data": train_rows.fingerprint,
         }
-        with machine.first_process_first():
-            if machine.is_main:
-                checkpoint.save_checkpoint(run, model, tokenizer, state, config.keep_checkpoints)
-        return checkpoint.saved_steps(run)[-1]
+        whole, shards, saved = model, None, None
+        if machine.sharded:
+            import sharding
 
-    report = Report(run, config, machine.is_main, progress.step)
-    stop = StopSignal()
+            whole, shards = sharding.gather_model(model), run / ".partial_training_state"
+            with machine.together():
+                sharding.save_moments(optimizers, shards, machine.talk)
+        else:
+            state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        with machine.together():
+            if machine.is_main:
+                keep = config.keep_checkpoints
+                extra = {} if shards is None else {"shards": shards}
+                saved = checkpoint.save_checkpoint(run, whole, tokenizer, state, keep, **extra)
+        return saved
+
+    peak = peak_flops(machine.device, machine.dtype)
+    peak = peak and peak * machine.world_size
+    report = Report(run, config, machine.is_main, progress.step, machine.device, peak)
+    stop = StopSignal(patient=machine.world_size > 1)
     micro_batches = train_batches.stream(progress.step * config.grad_accum)
     started = time.perf_counter() - progress.seconds
     train_loss, train_targets = 0.0, 0  # since the last evaluation
     bad_in_a_row = 0
     saved_in = resume_from
+    stopping = False
     model.train()
-    while progress.step < config.max_steps and not machine.any(stop.asked):
+    while progress.step < config.max_steps and not stopping:
         # Dropout is a function of (seed, step, rank): nothing of it to save, and resuming is exact.
         torch.manual_seed((config.seed * 1_000_003 + progress.step) * 1_009 + machine.rank)
         set_learning_rate(optimizers, progress.step, config)
         asked = time.perf_counter()
         window = [next(micro_batches) for _ in range(config.grad_accum)]
         wait_ms = (time.perf_counter() - asked) * 1000  # for data: near 0 unless it is the brake
-        loss, grad_norm, targets = take_step(forward, optimizers, scaler, window, machine, config)
+        step = take_step(forward, optimizers, scaler, window, machine, config, stop)
 
+        stopping = step.asked_to_stop
         progress.step += 1
-        tokens = torch.tensor(sum(batch["num_tokens"] for batch in window), device=machine.device)
-        progress.tokens += int(machine.sum(tokens))
-        progress.targets += targets
+        progress.tokens += step.tokens
+        progress.targets += step.targets
         progress.seconds = time.perf_counter() - started
         progress.val_loss = None
-        if math.isfinite(loss) and math.isfinite(grad_norm):  # else take_step has skipped it
+        if step.is_good:  # else take_step has skipped it
             bad_in_a_row = 0
-            train_loss, train_targets = train_loss + loss * targets, train_targets + targets
+            train_loss += step.loss * step.targets
+            train_targets += step.targets
         else:
             bad_in_a_row += 1
             progress.skipped_steps += 1
             if bad_in_a_row == BAD_STEPS_IN_A_ROW:
                 report.close()
-                raise UserError(
-                    f"loss or gradient was not finite {bad_in_a_row} times in a row, up to step "
-                    f"{progress.step}: lower --learning_rate or --grad_clip; the last good "
-                    f"checkpoint is {saved_in or 'none: nothing was saved yet'}"
-                )
-        line = asdict(progress) | {"loss": loss, "grad_norm": grad_norm}
+                first = (progress.step - 1) * config.grad_accum
+                rows = rows_named(train_batches, first, first + config.grad_accum)
+                with machine.together():
+                    raise UserError(
+                        f"loss or gradient was not finite {bad_in_a_row} times in a row, up to "
+                        f"step {progress.step}, whose {rows}: lower --learning_rate or "
+                        f"--grad_clip; the last good checkpoint is "
+                        f"{saved_in or 'none: nothing was saved yet'}"
+                    )
+        line = asdict(progress) | {"loss": step.loss, "grad_norm": step.grad_norm}
         line["lr"] = optimizers[0].param_groups[0]["lr"]
         line["data_wait_ms"] = round(wait_ms, 3)
-        report.step(line)
+        shapes = [batch["input_ids"].shape for batch in window]
+        flops = sum(3 * forward_flops(model.config, B, T) for B, T in shapes)
+        report.step(line, flops * machine.world_size)
 
         last = progress.step == config.max_steps
         if last or progress.step % config.eval_every == 0:
@@ -198,22 +239,23 @@ def train(config: TrainConfig) -> None:
             line |= {"val_bpb": bits / max(val_rows.target_bytes, 1)}
             progress.val_loss = val_loss
             report.write(line)
-            sample = sample_text(model, tokenizer, val_rows, config, progress.step)
+            sample = ""
+            if not machine.sharded:  # a token would gather all weights
+                sample = sample_text(model, tokenizer, val_rows, config, progress.step)
             report.evaluation(line, train_loss / max(train_targets, 1), sample)
             train_loss, train_targets = 0.0, 0
             model.train()
         elif progress.step % config.log_every == 0:
             report.write(line)
-        if last or (progress.step % config.save_every == 0 and bad_in_a_row == 0):
+        due = progress.step % config.save_every == 0 and bad_in_a_row == 0
+        if last or stopping or due:
             saved_in = save()
-    if progress.step < config.max_steps:
-        saved_in = save()
     report.close()
     stop.stop_listening()
 
     # the end
 
-    command = shlex.join(["python", *sys.argv, *([] if config.resume else ["--resume"])])
+    command = shlex.join([*launcher(), *sys.argv, *([] if config.resume else ["--resume"])])
     if progress.step < config.max_steps:
         say(f"stopped     after step {progress.step:,}, saved in {saved_in}")
         say(f"go on with  {command}")
@@ -223,72 +265,6 @@ def train(config: TrainConfig) -> None:
         say(f"curve       {run / 'loss.png'}")
         say(f"sample      {sample_command(config, train_rows)}")
     machine.stop()
-
-
-# ------------------------------------------------------------------------------ 1. the machine
-
-
-@dataclass
-class Machine:
-    """This process's device, and its place among the processes of the job (torchrun)."""
-
-    device: torch.device
-    dtype: torch.dtype
-    reason: str
-    rank: int
-    world_size: int
-
-    @classmethod
-    def start(cls, config: TrainConfig) -> "Machine":
-        device, dtype, reason = choose_device(config.device, config.dtype)
-        if device.type == "cpu" and dtype == torch.float16:
-            raise UserError("--dtype=fp16 trains on GPUs; on a CPU use fp32 or bf16")
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        rank = int(os.environ.get("RANK", 0))
-        if world_size > 1:
-            if device.type == "cuda":
-                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            reason += f"; process {rank} of {world_size}"
-        torch.set_float32_matmul_precision("high")  # TF32 on CUDA, for what autocast leaves fp32
-        if device.type == "cpu":
-            torch.use_deterministic_algorithms(True)  # makes --resume exact; costs nothing here
-        return cls(device, dtype, reason, rank, world_size)
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def autocast(self) -> torch.autocast:
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled)
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
-        if self.world_size > 1:
-            value = value.clone()
-            dist.all_reduce(value)
-        return value
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        if self.world_size == 1:
-            return flag
-        return bool(self.sum(torch.tensor(int(flag), device=self.device)))
-
-    @contextlib.contextmanager
-    def first_process_first(self) -> Iterator[None]:
-        """The main process goes through the block alone; the others wait, then find its files."""
-        if self.world_size > 1 and not self.is_main:
-            dist.barrier()
-        yield
-        if self.world_size > 1 and self.is_main:
-            dist.barrier()
-
-    def stop(self) -> None:
-        if self.world_size > 1:
-            dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------- 2. the data
@@ -364,7 +340,7 @@ def find_resume_point(run: Path, config: TrainConfig) -> Path | None:
     if before is None:
         return None
     if not config.resume:
-        command = ["python", *sys.argv]
+        command = [*launcher(), *sys.argv]
         elsewhere = [part for part in command if not part.startswith("--out_dir=")]
         raise UserError(
             f"{run} already holds a run; nothing was changed. Continue it:\n"
@@ -397,6 +373,20 @@ def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def place(model: GPT, machine: Machine, compiled: bool) -> tuple[GPT, torch.nn.Module]:
+    """(the model on its device, what to call to train it): compiled, and for several processes."""
+    if machine.sharded:
+        import sharding  # here and below: it takes a second or two to import
+
+        model = sharding.shard_model(model, machine.device, machine.dtype, compiled)
+        return model, model
+    model = model.to(machine.device)
+    forward = torch.compile(model) if compiled else model
+    if machine.world_size > 1:
+        forward = DistributedDataParallel(forward)
+    return model, forward
 
 
 # --------------------------------------------------------------------------- 4. the optimizers
@@ -474,6 +464,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 # --------------------------------------------------------------------------------- 5. the loop
 
 
+@dataclass
+class Step:
+    """What one optimizer step came to, over all its micro-batches and processes."""
+
+    loss: float  # per target
+    grad_norm: float
+    targets: int
+    tokens: int
+    asked_to_stop: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
 def take_step(
     forward: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
@@ -481,62 +486,81 @@ def take_step(
     window: list[dict],
     machine: Machine,
     config: TrainConfig,
-) -> tuple[float, float, int]:
+    stop: "StopSignal | None" = None,
+) -> Step:
     """One optimizer step over the micro-batches in `window`.
 
-    Returns the loss per target and the targets over all micro-batches and processes, and the norm
-    of the gradient. If that is not finite, the weights stay as they are.
+    If the loss or the norm of the gradient is not finite, the weights stay as they are. With fp16
+    that is how the scaler finds its scale, from 65,536 down: it halves with each such step.
 
     The loss is divided by the targets of the whole step, so every target weighs the same wherever
     it fell. The mean of the micro-batches' means, the usual shortcut, gives a target in a short
     micro-batch more weight than one in a long one.
     """
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
-    if machine.world_size > 1:
-        targets = machine.sum(torch.tensor(targets, device=machine.device))
+    tokens = sum(batch["num_tokens"] for batch in window)
+    counts = machine.sum(machine.numbers(targets, tokens))
+    divisor = counts[0].clamp(min=1).float()
     loss = torch.zeros((), device=machine.device)
     for number, batch in enumerate(window):
-        input_ids = batch["input_ids"].to(machine.device, non_blocking=True)
-        labels = batch["labels"].to(machine.device, non_blocking=True)
-        last = number == len(window) - 1
-        # DDP averages gradients over processes: once, with the last micro-batch.
-        wait = contextlib.nullcontext() if last or machine.world_size == 1 else forward.no_sync()
+        input_ids, labels = machine.move(batch["input_ids"]), machine.move(batch["labels"])
+        # DDP averages gradients over processes: once, with the last micro-batch. FSDP does with
+        # each, since no process has room for a whole gradient.
+        wait = contextlib.nullcontext()
+        if isinstance(forward, DistributedDataParallel) and number < len(window) - 1:
+            wait = forward.no_sync()
         with wait:
             with machine.autocast():
                 loss_sum, _ = forward(input_ids, labels=labels)
-            share = loss_sum / torch.as_tensor(targets, device=machine.device).clamp(min=1)
+            share = loss_sum / divisor
             scaler.scale(share * machine.world_size).backward()
         loss += share.detach()
-    loss = machine.sum(loss)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     max_norm = config.grad_clip if config.grad_clip > 0 else math.inf
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    if machine.sharded:
+        grad_norm = grad_norm.full_tensor()
+    asked = machine.numbers(stop is not None and stop.asked)
+    sums = machine.sum(torch.cat([loss.to(asked.dtype)[None], asked]))
     # The one place in a step where the host waits for the device.
-    loss, grad_norm, targets = torch.stack([loss, grad_norm, loss.new_tensor(targets)]).tolist()
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    figures = torch.cat([sums, grad_norm.to(asked.dtype)[None], counts]).tolist()
+    loss, asked, grad_norm, targets, tokens = figures
+    step = Step(loss, grad_norm, int(targets), int(tokens), asked > 0)
+    if step.is_good:
         for optimizer in optimizers:
-            scaler.step(optimizer)
+            optimizer.step()  # and not scaler.step, which would wait to ask once more
     scaler.update()
     for optimizer in optimizers:
         optimizer.zero_grad()
-    return loss, grad_norm, int(targets)
+    return step
+
+
+def rows_named(batches: Batches, start: int, stop: int) -> str:
+    """The rows of micro-batches start to stop - 1, as a phrase; of many only the first."""
+    rows = np.concatenate([batches.rows_of(g) for g in range(start, stop)])
+    shown = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
+    numbers = (
+        f"micro-batch {start}" if stop == start + 1 else f"micro-batches {start} to {stop - 1}"
+    )
+    return f"{len(rows)} rows are {shown} of the training data ({numbers})"
 
 
 @torch.no_grad()
 def evaluate(model: GPT, batches: Batches, limit: int | None, machine: Machine) -> float:
     """Mean loss per target, over all validation batches or the first `limit`: always the same."""
     model.eval()
-    total = torch.zeros(2, device=machine.device, dtype=torch.float64)  # loss sum, targets
+    sums = []
     for number in range(min(batches.per_epoch, limit or batches.per_epoch)):
         batch = batches[number]
-        input_ids = batch["input_ids"].to(machine.device)
-        labels = batch["labels"].to(machine.device)
         with machine.autocast():
-            loss_sum, targets = model(input_ids, labels=labels)
-        total += torch.stack([loss_sum.double(), targets.double()])
-    loss_sum, targets = machine.sum(total).tolist()
+            sums.append(
+                model(machine.move(batch["input_ids"]), labels=machine.move(batch["labels"]))
+            )
+    # (batches, 2), summed in float64, which not every device has
+    sums = torch.stack([torch.stack([loss_sum, targets]) for loss_sum, targets in sums])
+    loss_sum, targets = machine.sum(sums.cpu().double().sum(0)).tolist()
     return loss_sum / max(targets, 1)
 
 
@@ -571,10 +595,12 @@ def sample_text(
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask the loop to finish its step, save and end. Twice: end at once."""
+    """Ctrl-C and SIGTERM ask the loop to finish its step, save and end. Twice: end at once, but not
+    if `patient`: torchrun hands on the Ctrl-C that the terminal has sent to each process already.
+    """
 
-    def __init__(self):
-        self.asked = False
+    def __init__(self, patient: bool = False):
+        self.asked, self.patient = False, patient
         numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {number: signal.signal(number, self.on_signal) for number in numbers}
 
@@ -583,7 +609,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def on_signal(self, number, frame) -> None:
-        if self.asked:
+        if self.asked and not self.patient:
             raise KeyboardInterrupt
         self.asked = True
 

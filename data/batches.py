@@ -93,6 +93,11 @@ class Batches:
         tensors = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         return tensors | {"num_tokens": num_tokens}
 
+    def rows_of(self, g: int) -> np.ndarray:
+        """The rows of global micro-batch g, over all ranks, by their number in `rows`: int64."""
+        chosen, _ = self._plan.batch(g)
+        return chosen[chosen >= 0]
+
     def stream(self, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
         """batches[start], batches[start + 1], ... without end, made ahead by a thread. What the
         thread raises is raised here; the thread ends when the iterator is closed or forgotten."""

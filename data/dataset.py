@@ -4,6 +4,9 @@ Read in this order: `load_dataset` (what training calls), `TokenRows` (what it g
 (the cache: one directory per content and settings), `_tokenize` (one chunk of rows to arrays, in a
 worker process where the data is large), `_SideWriter` (arrays to files).
 
+The cache is never cleared: a directory in it takes 2 bytes a token (4 with more than 65,536 ids; a
+chat's take one more) and 24 a row, and may be deleted whenever nothing trains on it.
+
 What a row is. A document is [bos] tokens eos. One that is longer than max_seq_len becomes several
 rows that overlap by one token: the last token of a row is the first of the next, where it is only
 read. So every token after the document's first is a target exactly once per epoch, and each row
@@ -20,9 +23,12 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +36,13 @@ import numpy as np
 from tqdm import tqdm
 
 from config import UserError
-from data.sources import Chunk, Row, RowError, Source, find_sources, parse, place, read_chunks
+from data.sources import MEND_FILE, Chunk, Row, RowError, Source, find_sources, parse, read_chunks
 from data.sources import sentence as sentence_about
 from data.tokenizer import Tokenizer
+from locks import file_lock, waiting_lock
 
 IGNORED = -100  # the label of a position that is no target
-LAYOUT = 1  # of the cache; raise it when the files or the rows change
+LAYOUT = 2  # of the cache; raise it when the files or the rows change
 PARALLEL_ABOVE = 8 << 20  # bytes; below, starting workers takes longer than the work
 MAX_WORKERS = 8  # each imports the program again, torch and all
 
@@ -122,11 +129,13 @@ def load_dataset(
         hashes = np.unique(np.load(held / "train" / "hashes.npy", mmap_mode="r"))
         job = _Job(tokenizer, max_seq_len, on_bad_row, held_out=hashes)
         kept = _prepare(train_sources, job, cache_dir, progress, "training")
-        train, val = _open_rows(kept / "train", tokenizer), _open_rows(held / "train", tokenizer)
+        train = _open_rows(kept / "train", train_sources, tokenizer)
+        val = _open_rows(held / "train", val_sources, tokenizer)
     else:
         job = _Job(tokenizer, max_seq_len, on_bad_row, val_fraction=val_fraction)
         both = _prepare(train_sources, job, cache_dir, progress, "the data")
-        train, val = (_open_rows(both / side, tokenizer) for side in ("train", "val"))
+        sides = (both / "train", both / "val")
+        train, val = (_open_rows(side, train_sources, tokenizer) for side in sides)
     if not len(train):
         raise UserError(f"--data={data}: no row is left to train on.\n{train.report}")
     if not len(val):
@@ -207,11 +216,7 @@ def _good_rows_of(chunk: Chunk, on_bad_row: str) -> Iterator[Row]:
             yield parse(item)
         except RowError as error:
             if on_bad_row == "stop":
-                raise _bad_row(chunk, number, error) from error
-
-
-def _bad_row(chunk: Chunk, number: int, error: RowError) -> UserError:
-    return UserError(sentence_about(place(chunk.name, chunk.unit, number), error))
+                raise UserError(sentence_about(chunk, number, error)) from error
 
 
 # ----- one chunk to arrays ------------------------------------------------------------------------
@@ -266,7 +271,7 @@ class _Side:
 
 @dataclass
 class _Tokenized:
-    """What a chunk became. `first_problem` is the sentence about its first bad row."""
+    """What a chunk became. `first_problem` says where its first bad row is, and what is wrong."""
 
     name: str
     size: int
@@ -285,6 +290,13 @@ def _start_worker(job: _Job) -> None:
     global _worker_job
     _worker_job = job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed tells nobody: its workers would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _tokenize_in_worker(chunk: Chunk) -> _Tokenized:
@@ -310,9 +322,9 @@ def _tokenize(chunk: Chunk, job: _Job) -> _Tokenized:
             encoded = [(side, *_encode(part, job)) for side, part in pairs]
         except (RowError, UserError) as error:
             if job.on_bad_row == "stop":
-                raise _bad_row(chunk, number, error) from error
+                raise UserError(sentence_about(chunk, number, error)) from error
             result.skipped += 1
-            where = place(chunk.name, chunk.unit, number)
+            where = f"{chunk.unit} {number}" if number else "the file"
             result.first_problem = result.first_problem or f"{where}: {error}"
             continue
         result.unused |= set(row.unused)
@@ -403,25 +415,38 @@ def _prepare(sources: list[Source], job: _Job, cache_dir: Path, progress: bool, 
     """The directory with the tokenised rows of sources: train/ and, where the job splits, val/.
 
     Its name is a hash of the content and of all that the rows depend on. It is written beside and
-    renamed when whole, so a killed run leaves nothing that looks finished, and two processes that
-    prepare the same do not disturb each other.
+    renamed when whole, so a killed run leaves nothing that looks finished. Of several processes
+    that want the same, one prepares it and the others wait for it.
     """
-    directory = Path(cache_dir) / _key(sources, job)
+    cache_dir, key = Path(cache_dir), _key(sources, job)
+    directory = cache_dir / key
     if directory.is_dir():
         return directory
-    building = directory.with_name(f"{directory.name}.{os.getpid()}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
     try:
-        _build(sources, job, building, progress, label)
-        try:
-            building.rename(directory)
-        except OSError:
-            if not directory.is_dir():  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        _sweep(cache_dir)
+        with waiting_lock(cache_dir / f"{key}.lock", "preparing the same data"):
+            if not directory.is_dir():
+                building = cache_dir / f"{key}.{os.getpid()}.building"
+                shutil.rmtree(building, ignore_errors=True)
+                building.mkdir()
+                try:
+                    _build(sources, job, building, progress, label)
+                    building.rename(directory)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        problem = error.strerror or error
+        raise UserError(f"The cache {cache_dir} cannot be written: {problem}.") from error
     return directory
+
+
+def _sweep(cache_dir: Path) -> None:
+    """Remove what processes left here that were killed: what is being built is locked."""
+    for building in cache_dir.glob("*.building"):
+        key = building.name.partition(".")[0]
+        with suppress(BlockingIOError), file_lock(cache_dir / f"{key}.lock", wait=False):
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _key(sources: list[Source], job: _Job) -> str:
@@ -430,10 +455,14 @@ def _key(sources: list[Source], job: _Job) -> str:
         parts.append(hashlib.sha256(job.held_out.tobytes()).hexdigest())
     for source in sources:
         if source.path is None:
-            parts.append([source.name, source.rows._fingerprint])
-        else:
+            parts.append(source.rows._fingerprint)
+            continue
+        try:
             with open(source.path, "rb") as file:
-                parts.append([source.name, hashlib.file_digest(file, "sha256").hexdigest()])
+                parts.append([source.format, hashlib.file_digest(file, "sha256").hexdigest()])
+        except OSError as error:
+            problem = f"{source.name}: cannot be read ({error.strerror})"
+            raise UserError(f"{problem}. {MEND_FILE}") from error
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -482,6 +511,11 @@ def _tokenized(chunks: Iterator[Chunk], job: _Job, workers: int) -> Iterator[_To
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "A process that tokenises was ended from outside: perhaps memory ran out. Close other "
+            "programs and try again."
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -523,14 +557,15 @@ class _SideWriter:
         if not self.has_chats:
             (self.directory / "supervised.npy").unlink()  # every token of a document is
         counts = sum((file.counts for file in self.files.values()), Counter())
-        report = "\n".join(file.line(name) for name, file in self.files.items())
-        summary = {"counts": counts, "report": report}
-        (self.directory / "summary.json").write_text(json.dumps(summary, ensure_ascii=False))
+        summary = {"counts": counts, "files": [vars(file) for file in self.files.values()]}
+        text = json.dumps(summary, default=sorted)  # sorted: a set as a list
+        (self.directory / "summary.json").write_text(text, encoding="utf-8")
 
 
 @dataclass
 class _FileReport:
-    """The counts of one file on one side."""
+    """The counts of one file on one side. Its name is not among them: it may be another tomorrow,
+    and the same content is then found in the cache."""
 
     counts: Counter = field(default_factory=Counter)
     kinds: Counter = field(default_factory=Counter)
@@ -546,7 +581,7 @@ class _FileReport:
 
     def line(self, name: str) -> str:
         """A sentence such as "x.json: 1,100 rows: text, 62,345 tokens, ..., 0 dropped"."""
-        counts, kinds = self.counts, self.kinds
+        counts, kinds = Counter(self.counts), self.kinds
         what = ", ".join(
             kind if len(kinds) == 1 else f"{n:,} {kind}" for kind, n in sorted(kinds.items())
         )
@@ -584,6 +619,8 @@ class _ArrayWriter:
     def close(self) -> None:
         self.file.seek(0)
         self._write_header()
+        self.file.flush()
+        os.fsync(self.file.fileno())  # on the disk, before the directory gets its name
         self.file.close()
 
     def _write_header(self) -> None:
@@ -591,15 +628,16 @@ class _ArrayWriter:
         np.lib.format.write_array_header_1_0(self.file, header)
 
 
-def _open_rows(directory: Path, tokenizer: Tokenizer) -> TokenRows:
+def _open_rows(directory: Path, sources: list[Source], tokenizer: Tokenizer) -> TokenRows:
     def array(name):
         path = directory / f"{name}.npy"
         # numpy cannot map an empty file
         empty = path.stat().st_size <= 128
         return np.load(path) if empty else np.load(path, mmap_mode="r")
 
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     counts = Counter(summary["counts"])
+    reports = zip(sources, summary["files"], strict=True)
     return TokenRows(
         tokens=array("tokens"),
         supervised=array("supervised") if (directory / "supervised.npy").exists() else None,
@@ -609,6 +647,6 @@ def _open_rows(directory: Path, tokenizer: Tokenizer) -> TokenRows:
         num_targets=counts["targets"],
         target_bytes=counts["target_bytes"],
         pad_token_id=tokenizer.pad_token_id,
-        report=summary["report"],
+        report="\n".join(_FileReport(**file).line(source.name) for source, file in reports),
         fingerprint=directory.parent.name,
     )

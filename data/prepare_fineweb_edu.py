@@ -5,6 +5,7 @@ them, with GPT-2's tokenizer); nothing else is stored.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import tyro
 from tqdm import tqdm
 
 from config import UserError, run_program
-from data.download import train_command, written_whole
+from data.download import alone_in, train_command, written_whole
 from data.sources import RowError, find_sources, parse, place, read_chunks
 
 HUB = "HuggingFaceFW/fineweb-edu"
@@ -33,9 +34,10 @@ def prepare(
         subset: which sample of the data set
     """
     path, written, count = directory / "pages.jsonl", 0, 0
-    pages = local_pages(source) if Path(source).exists() else hub_pages(source, subset)
-    with written_whole(path) as beside, open(beside, "w", encoding="utf-8") as file:
-        with tqdm(total=tokens, desc=path.name, unit=" tokens", unit_scale=True) as bar:
+    pages = local_pages(source) if os.path.exists(source) else hub_pages(source, subset)
+    bar = tqdm(total=tokens, desc=path.name, unit=" tokens", unit_scale=True, leave=False)
+    with alone_in(directory), written_whole(path) as beside, bar:
+        with open(beside, "w", encoding="utf-8", newline="\n") as file:
             for page in pages:
                 file.write(json.dumps({"text": page["text"]}, ensure_ascii=False) + "\n")
                 written, count = written + page["token_count"], count + 1
@@ -69,13 +71,13 @@ def local_pages(source: str) -> Iterator[dict]:
     for file in find_sources(source)[0]:
         for chunk in read_chunks(file):
             for number, item in chunk.items:
+                where = place(file.name, chunk.unit, number)
                 try:
-                    parse(item)
+                    text = parse(item).text
                 except RowError as error:
-                    where = place(file.name, chunk.unit, number)
                     raise UserError(f"{where}: {error}. Fix or remove the file.") from error
-                if not isinstance(item.get("token_count"), int):
-                    raise UserError(f"{source} is not FineWeb-Edu: no number in 'token_count'.")
+                if text is None or not isinstance(item.get("token_count"), int):
+                    raise UserError(f"{where} is not FineWeb-Edu: no 'text' and 'token_count'.")
                 yield item
 
 

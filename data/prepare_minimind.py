@@ -11,7 +11,7 @@ from typing import Literal
 import tyro
 
 from config import UserError, run_program
-from data.download import fetch, train_command
+from data.download import alone_in, fetch, train_command
 from data.sources import RowError, find_sources, parse, place, read_chunks
 
 URL = "https://huggingface.co/datasets/jingyaogong/minimind_dataset/resolve/main"
@@ -29,7 +29,8 @@ def prepare(
         source: the address, or a local directory, that holds the file
     """
     path = directory / FILES[stage]
-    fetch(f"{source}/{path.name}", path)
+    with alone_in(directory):
+        fetch(f"{source}/{path.name}", path)
     kinds, problems = Counter(), []
     for chunk in read_chunks(find_sources(path)[0][0]):
         for number, item in chunk.items:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import tyro
 
-from config import run_program
-from data.download import fetch, train_command
+from config import UserError, run_program
+from data.download import alone_in, fetch, train_command
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -18,8 +18,12 @@ def prepare(directory: Path = Path("data/shakespeare"), source: str = URL) -> No
         source: the address, or a local copy
     """
     path = directory / "tinyshakespeare.txt"
-    fetch(source, path)
-    text = path.read_text(encoding="utf-8")
+    with alone_in(directory):
+        fetch(source, path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}).") from error
     print(f"{path}: {len(text):,} characters, {len(set(text))} distinct")
     train_command("configs/shakespeare_char.py", path)
 

@@ -1,7 +1,7 @@
 """TinyStories (GPT-4's), 2.2 GB of short stories: python -m data.prepare_tinystories
 
 The files hold stories between lines that say <|endoftext|>; they become JSON lines here, since the
-end of a document is an id and never text.
+end of a document is an id and never text. Bytes that are no UTF-8 become U+FFFD.
 """
 
 import json
@@ -12,7 +12,7 @@ import tyro
 from tqdm import tqdm
 
 from config import UserError, run_program
-from data.download import fetch, train_command, written_whole
+from data.download import alone_in, fetch, train_command, written_whole
 
 URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
 FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "val": "TinyStoriesV2-GPT4-valid.txt"}
@@ -25,21 +25,29 @@ def prepare(directory: Path = Path("data/tinystories"), source: str = URL) -> No
         directory: where the files go
         source: the address, or a local directory, that holds the two .txt files
     """
-    for side, name in FILES.items():
-        fetch(f"{source}/{name}", directory / name)
-        count = 0
-        with (
-            written_whole(directory / f"{side}.jsonl") as path,
-            open(path, "w", encoding="utf-8") as file,
-        ):
-            for story in tqdm(stories(directory / name), desc=f"{side}.jsonl", unit=" stories"):
-                file.write(json.dumps({"text": story}, ensure_ascii=False) + "\n")
-                count += 1
-            if not count:
-                raise UserError(f"{source}/{name} holds no story.")
-        print(f"{directory / side}.jsonl: {count:,} stories")
-        (directory / name).unlink()
+    with alone_in(directory):
+        for side, name in FILES.items():
+            if not (directory / f"{side}.jsonl").is_file():
+                fetch(f"{source}/{name}", directory / name)
+                write_jsonl(directory / name, directory / f"{side}.jsonl")
+                (directory / name).unlink()
     train_command("configs/tiny.py", directory)
+
+
+def write_jsonl(text: Path, path: Path) -> None:
+    count = 0
+    bar = tqdm(stories(text), desc=path.name, unit=" stories", leave=False)
+    with (
+        written_whole(path) as beside,
+        open(beside, "w", encoding="utf-8", newline="\n") as file,
+        bar,
+    ):
+        for story in bar:
+            file.write(json.dumps({"text": story}, ensure_ascii=False) + "\n")
+            count += 1
+        if not count:
+            raise UserError(f"{text} holds no story.")
+    print(f"{path}: {count:,} stories")
 
 
 def stories(path: Path) -> Iterator[str]:

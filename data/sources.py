@@ -8,6 +8,10 @@ JSON lines are read here and not by a library, since a reader of ours can name t
 nothing else when one line is broken, and never guesses types (a text that looks like a date stays
 text). For the same reason CSV is read by Python's own `csv`. Parquet is read by pyarrow; names on
 the Hugging Face hub go through `datasets`.
+
+A file may come from anybody, so memory follows from limits here and not from what a file holds: a
+gzip of zeros or a line without end is a sentence. (Parquet is decoded by pyarrow, which believes
+what a file says of itself.)
 """
 
 import csv
@@ -15,6 +19,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -22,11 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import UserError
+from files import is_deeper
 
 FORMATS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".txt", ".txt.gz")
 CHUNK_BYTES = 1 << 20  # about this much of a file is parsed and tokenised at a time
+CHUNK_ROWS = 10_000  # at most, since a row of a few bytes takes hundreds when it is read
 LONGEST_LINE = 32 << 20  # bytes; longer ones are files that are not JSON lines
+LARGEST_WHOLE = 1 << 30  # bytes of a .txt or a list in a .json, unpacked; they are read whole
+DEEPEST_FIELD = 40  # levels of lists and objects in each other
 MEND = "Fix it or pass --on_bad_row=skip."
+MEND_FILE = "Fix the file or leave it out."
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class RowError(ValueError):
 class Source:
     """A file (path) or a split of a hub data set (its rows)."""
 
-    name: str  # as reports and errors call it
+    name: str  # as the person named it, for reports and errors
     path: Path | None = None
     rows: object = None  # a datasets.Dataset
 
@@ -97,10 +107,12 @@ def place(name: str, unit: str, number: int) -> str:
     return f"{name}, {unit} {number}" if number else name
 
 
-def sentence(where: str, error: RowError) -> str:
-    """The whole message about a bad row."""
+def sentence(chunk: Chunk, number: int, error: RowError) -> str:
+    """The whole message about a bad row, or a bad file (number 0)."""
     text = str(error).removesuffix(".")
-    return f"{where}{', ' if text.startswith('field ') else ': '}{text}. {MEND}"
+    colon = ", " if text.startswith("field ") else ": "
+    mend = MEND if number else MEND_FILE
+    return f"{place(chunk.name, chunk.unit, number)}{colon}{text}. {mend}"
 
 
 # ----- what --data may name -----------------------------------------------------------------------
@@ -128,33 +140,34 @@ def _all_of(found: tuple[list[Source], list[Source]]) -> list[Source]:
 
 def _sources(data, option: str) -> tuple[list[Source], list[Source]]:
     path = Path(data)
-    if path.is_dir():
-        train, val = (sorted(f for f in path.glob(f"{n}.*") if _known(f)) for n in ("train", "val"))
+    if os.path.isdir(path):  # unlike Path's, this bears names that no file can have
+        train, val = (sorted(filter(_known, path.glob(f"{name}.*"))) for name in ("train", "val"))
         if not (train and val):
-            train, val = sorted(f for f in path.rglob("*") if _known(f) and f.is_file()), []
+            train, val = sorted(filter(_known, path.rglob("*"))), []
         if not train:
             raise UserError(f"{path} holds no data file. Known formats: {', '.join(FORMATS)}.")
-        return _files(train, path), _files(val, path)
-    if path.is_file():
+        return _files(train), _files(val)
+    if os.path.isfile(path):
         if not _known(path):
             raise UserError(f"{path}: unknown format. Known formats: {', '.join(FORMATS)}.")
-        return _files([path], path.parent), []
+        return _files([path]), []
     if glob.has_magic(str(data)):
-        found = sorted(Path(f) for f in glob.glob(str(data), recursive=True) if _known(Path(f)))
+        found = sorted(filter(_known, map(Path, glob.glob(str(data), recursive=True))))
         if not found:
             raise UserError(f"No data file matches --{option}={data}.")
-        return _files(found, None), []
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(data)) and not _known(path):
+        return _files(found), []
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(data)) and not path.name.endswith(FORMATS):
         return _hub_sources(str(data))
     raise UserError(f"No such file or directory: --{option}={data}.")
 
 
 def _known(path: Path) -> bool:
-    return path.name.endswith(FORMATS)
+    """Whether it is a file that can be read; reading a pipe or a device would never end."""
+    return path.name.endswith(FORMATS) and os.path.isfile(path)
 
 
-def _files(paths: list[Path], root: Path | None) -> list[Source]:
-    return [Source(str(p.relative_to(root)) if root else str(p), p) for p in paths]
+def _files(paths: list[Path]) -> list[Source]:
+    return [Source(str(path), path) for path in paths]
 
 
 def _hub_sources(name: str) -> tuple[list[Source], list[Source]]:
@@ -215,7 +228,7 @@ def _read_lines(source: Source) -> Iterator[Chunk]:
         for number, item in _lines(stream):
             chunk.items.append((number, item))
             used += len(item) if isinstance(item, bytes) else 0
-            if used >= CHUNK_BYTES:
+            if used >= CHUNK_BYTES or len(chunk.items) >= CHUNK_ROWS:
                 chunk.size, done = file.tell() - done, file.tell()
                 yield chunk
                 chunk, used = Chunk(source.name, "line"), 0
@@ -253,13 +266,15 @@ def _lines(stream) -> Iterator[tuple[int, bytes | RowError]]:
 
 
 def _read_whole(source: Source) -> str:
-    """The text of a file, its line ends as \\n; RowError where it is not UTF-8."""
-    stream, file = _open(source.path)
-    with file:
-        try:
-            content = stream.read()
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise RowError("the file is no gzip, or cut short or damaged") from error
+    """The text of a file, its line ends as \\n; RowError where it is not UTF-8, or too large."""
+    content = bytearray()
+    for block in _blocks(source):
+        content += block
+        if len(content) > LARGEST_WHOLE:
+            raise RowError(
+                f"such a file is read whole, and it holds more than {LARGEST_WHOLE >> 20:,} MiB. "
+                "Cut it in several, or make it JSON lines (.jsonl), a document or chat in each"
+            )
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RowError("the file is UTF-16. Convert it to UTF-8")
     try:
@@ -268,6 +283,17 @@ def _read_whole(source: Source) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise RowError(f"invalid UTF-8 in line {line} ({_byte_of(error)})") from error
     return text.replace("\r\n", "\n")
+
+
+def _blocks(source: Source) -> Iterator[bytes]:
+    """The content of a file, about a MiB at a time. RowError where a gzip is damaged."""
+    stream, file = _open(source.path)
+    with file:
+        try:
+            while block := stream.read(1 << 20):
+                yield block
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise RowError("the file is no gzip, or cut short or damaged") from error
 
 
 def _read_txt(source: Source) -> Iterator[Chunk]:
@@ -286,12 +312,13 @@ def _read_json(source: Source) -> Iterator[Chunk]:
     """A list of rows, or JSON lines under this name. The list is taken apart row by row, so that
     what stands before a broken place is read."""
     try:
+        begins = (block.removeprefix(b"\xef\xbb\xbf").lstrip() for block in _blocks(source))
+        if not next(filter(None, begins), b"").startswith(b"["):
+            yield from _read_lines(source)
+            return
         text = _read_whole(source)
     except RowError as error:
         yield Chunk(source.name, "row", [(0, error)])
-        return
-    if not text.lstrip().startswith("["):
-        yield from _read_lines(source)
         return
     size = source.size
     chunk, start = Chunk(source.name, "row"), 0
@@ -348,31 +375,33 @@ def _read_csv(source: Source) -> Iterator[Chunk]:
     csv.field_size_limit(LONGEST_LINE)
     with open(source.path, "rb") as file:
         # surrogateescape: invalid bytes are found, and named, when the field is used
-        lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        lines = _RowLines(text)
         rows = csv.reader(lines, strict=True)
-        names, number = None, 0
+        names, number, is_over = None, 0, False
         chunk, done = Chunk(source.name, "row"), 0
-        while True:
+        while not is_over:
+            lines.used = 0
             try:
                 values = next(rows)
+                if not values:
+                    continue
+                if names is None:
+                    names = values
+                    continue
+                item = dict(zip(names, values, strict=False))
+                if len(values) > len(names):
+                    problem = f"{len(values)} values, but the first line names {len(names)} fields"
+                    item = RowError(problem)
             except StopIteration:
                 break
             except csv.Error as error:
-                number += 1
-                chunk.items.append((number, RowError(f"not valid CSV ({error})")))
-                continue
-            if not values:
-                continue
-            if names is None:
-                names = values
-                continue
+                item, is_over = RowError(f"not valid CSV ({error})"), names is None
+            except RowError as error:
+                item, is_over = error, True
             number += 1
-            if len(values) > len(names):
-                problem = f"{len(values)} values, but the first line names {len(names)} fields"
-                chunk.items.append((number, RowError(problem)))
-            else:
-                chunk.items.append((number, dict(zip(names, values, strict=False))))
-            if file.tell() - done >= CHUNK_BYTES:
+            chunk.items.append((number, item))
+            if file.tell() - done >= CHUNK_BYTES or len(chunk.items) >= CHUNK_ROWS:
                 chunk.size, done = file.tell() - done, file.tell()
                 yield chunk
                 chunk = Chunk(source.name, "row")
@@ -381,29 +410,64 @@ def _read_csv(source: Source) -> Iterator[Chunk]:
             yield chunk
 
 
+class _RowLines:
+    """The lines of a text, for csv.reader; RowError where one row takes too many of them."""
+
+    def __init__(self, text):
+        self.text, self.used = text, 0  # characters of the row so far
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self.text.readline(LONGEST_LINE + 1)
+        self.used += len(line)
+        if self.used > LONGEST_LINE:
+            problem = f"the row is longer than {LONGEST_LINE:,} characters; what follows is lost"
+            raise RowError(f"{problem}. Is a quotation mark missing")
+        if not line:
+            raise StopIteration
+        return line
+
+
 def _read_parquet(source: Source) -> Iterator[Chunk]:
     import pyarrow
     import pyarrow.parquet
 
-    number, size = 0, source.size
+    number, size, used = 0, source.size, 0
+    chunk = Chunk(source.name, "row")
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             total = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=1000):
-                chunk = Chunk(source.name, "row", size=size * batch.num_rows // total)
+            for batch in file.iter_batches(batch_size=_batch_size(file.metadata)):
                 for item in _batch_rows(batch):
                     number += 1
                     chunk.items.append((number, item))
-                yield chunk
-    except pyarrow.ArrowException as error:
+                chunk.size += size * batch.num_rows // total
+                used += batch.nbytes
+                if used >= CHUNK_BYTES or len(chunk.items) >= CHUNK_ROWS:
+                    yield chunk
+                    chunk, used = Chunk(source.name, "row"), 0
+    except (pyarrow.ArrowException, OSError) as error:
         problem = RowError(f"not a whole parquet file ({_short(str(error))})")
-        yield Chunk(source.name, "row", [(number + 1 if number else 0, problem)])
+        chunk.items.append((number + 1 if number else 0, problem))
+    if chunk.items:
+        yield chunk
+
+
+def _batch_size(metadata) -> int:
+    """Rows that are unpacked at a time: at most 1 GiB, though each may repeat the longest value,
+    which is stored once and no longer than all of its column."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(metadata.num_columns)]
+    largest = max((column.total_uncompressed_size for column in columns), default=1)
+    return min(max(1, (1 << 30) // max(1, largest)), 100)
 
 
 def _batch_rows(batch) -> Iterable:
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:
+    except Exception:  # invalid UTF-8, a date before the year 1, a time zone that is none: anything
         return [_batch_row(batch, i) for i in range(batch.num_rows)]
 
 
@@ -412,6 +476,8 @@ def _batch_row(batch, i: int):
         return batch.slice(i, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
         return RowError(f"invalid UTF-8 ({_byte_of(error)})")
+    except Exception as error:
+        return RowError(f"it cannot be read ({_short(str(error))})")
 
 
 def _read_hub(source: Source) -> Iterator[Chunk]:
@@ -563,7 +629,13 @@ def _listed(item: dict, name: str, where: str = "") -> list:
             raise RowError(f"field '{label}': the text is not valid JSON") from error
     if not isinstance(value, list):
         raise RowError(f"field '{label}': expected a list, found {_described(value)}")
-    if not _is_text(json.dumps(value, ensure_ascii=False)):
+    if is_deeper(value, DEEPEST_FIELD):
+        raise RowError(f"field '{label}': nested deeper than {DEEPEST_FIELD} levels")
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # a date in a parquet file
+        raise RowError(f"field '{label}': not made of JSON's values ({error})") from error
+    if not _is_text(text):
         raise RowError(f"field '{label}': half of a surrogate pair is no character")
     return value
 

@@ -12,6 +12,7 @@ Text that spells a special token stays text; only added tokens that are not spec
 import hashlib
 import itertools
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,8 @@ import tiktoken
 from tqdm import tqdm
 
 from config import UserError
+from data.template import Template, to_json
+from files import read_file, read_json, shown
 
 END_OF_TEXT, BEGIN, CHAT_START, CHAT_END = "<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
 OWN_SPECIALS = [END_OF_TEXT, BEGIN, CHAT_START, CHAT_END]  # ids 0 to 3 of the tokenizers made here
@@ -49,7 +52,38 @@ TOOLS_END = (
 )
 
 # The pattern behind `ByteLevel(use_regex=True)`: GPT-2's.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  #
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The patterns that a tokenizer.json may name. A stranger's own could be one that takes hours for a
+# line; and what `data.dataset` knows of where a long text may be cut is known of these.
+PATTERNS = {
+    "GPT-2": GPT2_PATTERN,
+    "GPT-2 as released": (
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    ),
+    "r50k_base": (
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+    ),
+    "cl100k_base": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+    "o200k_base": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "Llama 3": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "Qwen3": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+LARGEST_TOKENIZER = 64 << 20  # bytes of a tokenizer.json; Qwen3's has 11 million
 
 # The regex engine gives up inside a run of about a million white-space characters.
 LONGEST_SPACE_RUN = 100_000
@@ -118,11 +152,11 @@ class Tokenizer:
         chat template. UserError where there is no such tokenizer, or none that we can follow.
         """
         path = Path(name_or_path)
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike Path's, this bears names that no file can have
             path = path / "tokenizer.json"
             if not path.is_file():
                 raise UserError(f"{path.parent} holds no tokenizer.json.")
-        if path.is_file():
+        if os.path.isfile(path):
             return _read_tokenizer_json(path)
         if str(name_or_path) == "bytes":
             return cls._own(alphabet=_BYTE_TO_CHARACTER, merges=[])
@@ -158,7 +192,11 @@ class Tokenizer:
             show_progress=False,
         )
         with tqdm(
-            desc="training the tokenizer", unit=" chars", unit_scale=True, disable=not progress
+            desc="training the tokenizer",
+            unit=" chars",
+            unit_scale=True,
+            disable=not progress,
+            leave=False,
         ) as bar:
             trainee.train_from_iterator(_counted(texts, bar), trainer)
         model = json.loads(trainee.to_str())["model"]
@@ -309,7 +347,7 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         for name, value in (("tokenizer.json", content), ("tokenizer_config.json", config)):
             text = json.dumps(value, ensure_ascii=False, indent=2)
-            (directory / name).write_text(text, encoding="utf-8")
+            (directory / name).write_text(text, encoding="utf-8", newline="\n")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -411,7 +449,7 @@ class ChatStyle:
             return message["role"] + "\n" + message["content"]
         self._needs_tools("tools")
         content = "" if message["content"] is None else message["content"] + "\n\n"
-        tools = "".join("\n" + _to_json(tool) for tool in message["tools"])
+        tools = "".join("\n" + to_json(tool) for tool in message["tools"])
         return message["role"] + "\n" + content + TOOLS_BEGIN + tools + TOOLS_END
 
     def _needs_tools(self, what: str) -> None:
@@ -458,7 +496,7 @@ class ChatStyle:
         for call in calls:
             arguments = call["arguments"]
             if not isinstance(arguments, str):
-                arguments = _to_json(arguments)
+                arguments = to_json(arguments)
             name = call["name"]
             written.append(
                 f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -474,9 +512,12 @@ class ChatStyle:
     def of_template(cls, template, bos: str | None, name: str) -> "ChatStyle":
         """The style that writes what a chat template (Jinja) writes, found by trying them all on a
         few chats; UserError where none does, because the template is not ChatML."""
-        if not isinstance(template, str):  # several named templates
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default", "")
+        if isinstance(template, list):  # several named templates
+            named = [entry for entry in template if isinstance(entry, dict)]
+            default = (e.get("template") for e in named if e.get("name") == "default")
+            template = next(default, None)
+        if not isinstance(template, str):
+            raise UserError(f"{name}: its chat template is not text, but {shown(template)}.")
         if template == CHATML_TEMPLATE:
             return cls()
         user = {"role": "user", "content": "Why?"}
@@ -491,22 +532,24 @@ class ChatStyle:
             ([user, assistant, user], True),
         ]
         try:
-            expected = [_render_jinja(template, chat, prompted, bos) for chat, prompted in probes]
+            theirs = Template(template)
+            expected = [theirs.render(chat, prompted, bos) for chat, prompted in probes]
         except Exception as error:  # a template is a program of somebody else: anything may happen
-            raise UserError(f"{name}: its chat template cannot be rendered: {error}") from error
+            problem = str(error)[:200] or type(error).__name__
+            raise UserError(f"{name}: its chat template cannot be rendered: {problem}") from error
         for prompt, *flags in itertools.product(("none", "empty", "open"), *[(False, True)] * 4):
             style = cls(prompt, *flags)
             if style.begins and bos is None:
                 continue
             if [style.text(chat, prompted, bos) for chat, prompted in probes] == expected:
-                return style._with_tools(template, bos)
+                return style._with_tools(theirs, bos)
         raise UserError(
             f"{name}: its chat template is not ChatML (<|im_start|>role, line break, content, "
-            f"<|im_end|>). For a short chat it writes {expected[0]!r}. Train on text with this "
-            "tokenizer, or replace the template."
+            f"<|im_end|>). For a short chat it writes {shown(expected[0])}. Train on text with "
+            "this tokenizer, or replace the template."
         )
 
-    def _with_tools(self, template: str, bos: str | None) -> "ChatStyle":
+    def _with_tools(self, theirs: Template, bos: str | None) -> "ChatStyle":
         """This style, with tools if the template writes them as Qwen3's does."""
         style = replace(self, tools=True)
         call = {"name": "f", "arguments": {"a": ["é", 1]}}
@@ -523,7 +566,7 @@ class ChatStyle:
         bare = [{**chat[0], "content": None}, *chat[1:]]
         try:
             same = all(
-                style.text(messages, False, bos) == _render_jinja(template, messages, False, bos)
+                style.text(messages, False, bos) == theirs.render(messages, False, bos)
                 for messages in (chat, bare)
             )
         except Exception:  # what a template does with messages that it does not know
@@ -540,36 +583,6 @@ def _last_query(messages: list[dict]) -> int:
         ):
             return i
     return len(messages) - 1
-
-
-def _to_json(value) -> str:
-    """As transformers writes JSON in templates."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _render_jinja(template: str, messages: list[dict], prompted: bool, bos: str | None) -> str:
-    """What transformers' apply_chat_template writes, in Jinja's sandbox."""
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message):
-        raise ValueError(message)
-
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    sandbox.globals["raise_exception"] = raise_exception
-    sandbox.filters["tojson"] = _to_json
-    tools = messages[0].get("tools")
-    if tools and messages[0]["content"] is None:
-        messages = messages[1:]
-    return sandbox.from_string(template).render(
-        messages=messages,
-        tools=tools,
-        add_generation_prompt=prompted,
-        enable_thinking=False,
-        bos_token=bos or "",
-    )
 
 
 # ----- the border: tokenizer.json <-> tiktoken ----------------------------------------------------
@@ -589,38 +602,37 @@ _CHARACTER_OF = {byte: character for character, byte in _BYTE_TO_CHARACTER.items
 
 
 def _read_tokenizer_json(path: Path) -> Tokenizer:
-    config_path = path.with_name(path.name.removesuffix("tokenizer.json") + "tokenizer_config.json")
+    config_name = path.name.removesuffix("tokenizer.json") + "tokenizer_config.json"
     template_path = path.with_name("chat_template.jinja")
-    content = _read_json(path)
-    config = _read_json(config_path) if config_path.is_file() else {}
-    if template_path.is_file():
-        config["chat_template"] = template_path.read_text(encoding="utf-8")
-    return _from_files(content, config, str(path))
-
-
-def _read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
-    return value
+        content = read_json(path.parent, path.name, LARGEST_TOKENIZER)
+        has_config = path.with_name(config_name).is_file()
+        config = read_json(path.parent, config_name) if has_config else {}
+        if template_path.is_file():
+            text = read_file(path.parent, template_path.name).decode("utf-8")
+            config["chat_template"] = text.replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{template_path} is not UTF-8 (byte {error.start}).") from error
+    except ValueError as error:
+        raise UserError(f"{error}.") from error
+    return _from_files(content, config, str(path))
 
 
 def _from_files(content: dict, config: dict, name: str) -> Tokenizer:
     """The one way from a Hugging Face tokenizer to ours; refuses by name what tiktoken cannot do
     exactly."""
+    if config.get("chat_template", "") is None:
+        del config["chat_template"]
     try:
         pattern = _pattern_of(content.get("pre_tokenizer"), name)
         normalize = _normalizes(content.get("normalizer"), name)
         added = _added_tokens(content, name)
         ranks = _ranks_of(content["model"], added, name)
-    except (KeyError, TypeError, AttributeError) as error:
+        bos, eos, pad = (_token_name(config, f"{role}_token", name) for role in TOKEN_ROLES)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{name} is not a tokenizer.json as Hugging Face writes it.") from error
-    bos, eos, pad = (
-        _token_name(config.get(role)) for role in ("bos_token", "eos_token", "pad_token")
-    )
     if eos is None and not config and END_OF_TEXT in added:
         eos = END_OF_TEXT  # a bare tokenizer.json does not say
     if eos is None:
@@ -633,11 +645,14 @@ def _from_files(content: dict, config: dict, name: str) -> Tokenizer:
             special_tokens={token: i for token, (i, _) in added.items()},
         )
     except ValueError as error:
-        raise UserError(f"{name}: its pre-tokenizer's regex is not supported: {error}.") from error
+        raise UserError(f"{name}: tiktoken cannot work with it: {error}.") from error
+    # What gives chats and documents their form never comes out of text, whatever the file says.
+    form = {CHAT_START, CHAT_END, bos, eos, pad}
+    special = [token for token, (_, special) in added.items() if special or token in form]
     return Tokenizer(
         encoding,
-        special=[token for token, (_, special) in added.items() if special],
-        plain_added=[token for token, (_, special) in added.items() if not special],
+        special=special,
+        plain_added=added.keys() - special,
         normalize=normalize,
         bos=bos,
         eos=eos,
@@ -646,8 +661,16 @@ def _from_files(content: dict, config: dict, name: str) -> Tokenizer:
     )
 
 
-def _token_name(value) -> str | None:
-    return value["content"] if isinstance(value, dict) else value
+TOKEN_ROLES = ("bos", "eos", "pad")
+
+
+def _token_name(config: dict, role: str, name: str) -> str | None:
+    value = config.get(role)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if not isinstance(value, str | None):
+        raise UserError(f"{name}: its {role} is not text, but {shown(value)}.")
+    return value
 
 
 def _pattern_of(pre_tokenizer, name: str) -> str:
@@ -663,11 +686,12 @@ def _pattern_of(pre_tokenizer, name: str) -> str:
                 {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", **split},
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ],
-        } if not split.get("invert"):
+        } if not split.get("invert") and pattern in PATTERNS.values():
             return pattern
     raise UserError(
         f"{name}: its pre-tokenizer is not supported ({json.dumps(pre_tokenizer)[:200]}). "
-        "Supported: ByteLevel, or Split by a regex followed by ByteLevel, without a prefix space."
+        "Supported: ByteLevel, or Split followed by ByteLevel, without a prefix space; Split by "
+        f"the regex of {', '.join(PATTERNS)}."
     )
 
 
@@ -687,8 +711,13 @@ def _added_tokens(content: dict, name: str) -> dict[str, tuple[int, bool]]:
     for token in content.get("added_tokens", []):
         for option in ("single_word", "lstrip", "rstrip"):
             if token.get(option):
-                raise UserError(f"{name}: added token {token['content']!r} with {option}=true.")
-        added[token["content"]] = (token["id"], token["special"])
+                raise UserError(
+                    f"{name}: added token {shown(token['content'])} with {option}=true."
+                )
+        text = token["content"]
+        if not isinstance(text, str) or not text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError(f"{name}: its added token {shown(text)} is not text.")
+        added[text] = (token["id"], token["special"] is True)
     return added
 
 
@@ -699,13 +728,14 @@ def _ranks_of(model: dict, added: dict, name: str) -> dict[bytes, int]:
         raise UserError(f"{name}: its model is not a byte-level BPE, the only kind supported.")
     for option in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
-            raise UserError(f"{name}: {option} ({model[option]!r}) is not supported.")
+            raise UserError(f"{name}: {option} ({shown(model[option])}) is not supported.")
     vocab = model["vocab"]
+    ordinary = {token: i for token, i in vocab.items() if token not in added}
+    _check_ids([*ordinary.values(), *(i for i, _ in added.values())], name)
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     made = [vocab[left + right] for left, right in merges]
     if any(later <= earlier for earlier, later in itertools.pairwise(made)):
         raise UserError(f"{name}: its merges do not stand in the order of their ids.")
-    ordinary = {token: i for token, i in vocab.items() if token not in added}
     missing = [byte for character, byte in _BYTE_TO_CHARACTER.items() if character not in ordinary]
     if missing:
         raise UserError(
@@ -714,8 +744,19 @@ def _ranks_of(model: dict, added: dict, name: str) -> dict[bytes, int]:
     orphans = set(ordinary.values()) - set(made) - {vocab[c] for c in _BYTE_TO_CHARACTER}
     if orphans:
         token = next(token for token, i in ordinary.items() if i in orphans)
-        raise UserError(f"{name}: no merge makes its token {token!r} ({len(orphans)} such tokens).")
+        raise UserError(f"{name}: no merge makes its token {shown(token)} ({len(orphans)} such).")
     return {bytes(_BYTE_TO_CHARACTER[c] for c in token): i for token, i in ordinary.items()}
+
+
+def _check_ids(ids: list[int], name: str) -> None:
+    """Ids are 0, 1, 2, ... with few holes: tables are made that reach to the largest."""
+    wrong = [i for i in ids if type(i) is not int or i < 0]
+    if wrong:
+        raise UserError(f"{name}: {shown(wrong[0])} is not an id.")
+    if len(set(ids)) < len(ids):
+        raise UserError(f"{name}: two of its tokens have the same id.")
+    if ids and max(ids) > 2 * len(ids) + 1000:
+        raise UserError(f"{name}: it has an id {max(ids)}, but only {len(ids)} tokens.")
 
 
 def _write_tokenizer_json(vocab: dict, merges: list, added: dict, pattern: str | None) -> dict:

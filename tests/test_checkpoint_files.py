@@ -254,8 +254,12 @@ def test_a_missing_directory_config_or_weights_file_is_named(saved, tmp_path):
     refusal(tmp_path / "not there", kind=FileNotFoundError)
 
 
+PATTERNS = ["*.json", "*.safetensors", "chat_template.jinja"]
+
+
 def test_from_the_hub_only_data_is_fetched(saved, monkeypatch):
-    """Of a repository's files, JSON and safetensors; a name that the hub has not is an error."""
+    """Of a repository's files, JSON, safetensors and the chat template, which `data.template` asks
+    without trust; a name that the hub has not is an error."""
     asked = {}
 
     def snapshot_download(name, allow_patterns):
@@ -264,7 +268,7 @@ def test_from_the_hub_only_data_is_fetched(saved, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert GPT.from_pretrained("Qwen/Qwen3-0.6B").config == tiny()
-    assert asked == {"name": "Qwen/Qwen3-0.6B", "patterns": ["*.json", "*.safetensors"]}
+    assert asked == {"name": "Qwen/Qwen3-0.6B", "patterns": PATTERNS}
     monkeypatch.undo()
     with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-0.6B"):
         GPT.from_pretrained("Qwen/Qwen3-0.6B")  # offline: HF_HUB_OFFLINE is set

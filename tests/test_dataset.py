@@ -7,6 +7,8 @@ The expected rows are computed here from the documents by hand, with bytes as to
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +42,14 @@ def load(tmp_path, data, val=None, tokenizer=None, max_seq_len=64, **options):
         tokenizer=tokenizer or Tokenizer.load("bytes"),
         max_seq_len=max_seq_len,
         cache_dir=tmp_path / "cache",
-        progress=False,
-        **options,
+        **{"progress": False, **options},
     )
+
+
+def prepared(tmp_path) -> list[str]:
+    """What lies in the cache besides the locks, which stay."""
+    entries = (tmp_path / "cache").iterdir()
+    return sorted(entry.name for entry in entries if entry.suffix != ".lock")
 
 
 def documents(n, seed=0, longest=40):
@@ -212,10 +219,13 @@ def test_the_report_says_what_a_file_gave(tmp_path):
     val = write_lines(tmp_path / "v.jsonl", rows[:100])
     train, held = load(tmp_path, data, val, max_seq_len=100)
     assert train.report == (
-        f"d.jsonl: 1,000 rows: instruction/input/output, {train.num_tokens:,} tokens, "
+        f"{data}: 1,000 rows: instruction/input/output, {train.num_tokens:,} tokens, "
         "2,000 supervised, 0 dropped, 100 left out because they validate, fields not used: id q"
     )
-    assert held.report.startswith("v.jsonl: 100 rows: instruction/input/output, ")
+    assert held.report.startswith(f"{val}: 100 rows: instruction/input/output, ")
+    moved = data.rename(tmp_path / "moved.jsonl")
+    assert load(tmp_path, moved, val, max_seq_len=100)[0].report.startswith(f"{moved}: 1,000 rows")
+    assert len(list((tmp_path / "cache").glob("*.lock"))) == 2  # the same two preparations
 
 
 def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path):
@@ -226,13 +236,13 @@ def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path, path, val)
     assert str(error.value) == (
-        "d.jsonl, line 31, field 'text': expected a string, found a number (12). "
+        f"{path}, line 31, field 'text': expected a string, found a number (12). "
         "Fix it or pass --on_bad_row=skip."
     )
     assert [entry.name for entry in (tmp_path / "cache").glob("*.building")] == []
     rows, _ = load(tmp_path, path, val, on_bad_row="skip")
     assert rows.num_documents == 31
-    assert "2 bad skipped (first: d.jsonl, line 31: field 'text': expected a string" in rows.report
+    assert "2 bad skipped (first: line 31: field 'text': expected a string" in rows.report
 
 
 @pytest.mark.parametrize(
@@ -333,7 +343,7 @@ def test_a_hub_data_set_is_cached_by_its_fingerprint(tmp_path, monkeypatch, by_b
     assert sorted(texts) == sorted(row["text"] for row in rows)
     assert train.report.startswith("owner/stories/train: ")
     load(tmp_path, "owner/stories")
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(prepared(tmp_path)) == 1
     splits["train"] = splits["train"].select(range(600))
     train, val = load(tmp_path, "owner/stories")
     assert len(train) + len(val) == 600
@@ -433,24 +443,123 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path, monkeypatch
         patch.setattr(dataset._SideWriter, "close", killed)
         with pytest.raises(KeyboardInterrupt):
             load(tmp_path, data)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert prepared(tmp_path) == []
     assert len(load(tmp_path, data)[0]) > 30
 
 
-def test_a_faster_process_wins(tmp_path, monkeypatch):
+KILLED = """
+import os, sys
+from data import dataset
+from data.tokenizer import Tokenizer
+
+if __name__ == "__main__":
+    {how}
+    dataset.load_dataset(sys.argv[1], tokenizer=Tokenizer.load("bytes"), max_seq_len=64,
+                         cache_dir=sys.argv[2], progress=False)
+"""
+
+
+def run_killed(tmp_path, how: str, data: Path):
+    """A process that prepares data and ends as by kill -9. Its output ends when all that hold it
+    have ended, its workers too."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(how=how))
+    command = [sys.executable, str(script), str(data), str(tmp_path / "cache")]
+    root = str(Path(__file__).parents[1])
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_what_kill_9_leaves_is_swept_by_the_next_preparation_of_anything(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", documents(50))
-    expected = all_rows(load(tmp_path, data)[0])
-    ready = next((tmp_path / "cache").iterdir())
-    away = ready.rename(tmp_path / "away")
+    how = "dataset._SideWriter.close = lambda *_: os._exit(137)"
+    assert run_killed(tmp_path, how, data).returncode == 137
+    assert len(list((tmp_path / "cache").glob("*.building"))) == 1
+    other = write_lines(tmp_path / "e.jsonl", documents(50, seed=1))
+    load(tmp_path, other)
+    assert len(prepared(tmp_path)) == 1
+    assert len(load(tmp_path, data)[0]) > 30
+
+
+def test_what_another_process_is_building_is_not_swept(tmp_path, monkeypatch):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    other = write_lines(tmp_path / "e.jsonl", documents(50, seed=1))
     build = dataset._build
 
-    def overtaken(*arguments):
+    def build_both(*arguments):
         build(*arguments)
-        away.rename(ready)
+        monkeypatch.setattr(dataset, "_build", build)
+        load(tmp_path, other)
 
-    monkeypatch.setattr(dataset, "_build", overtaken)
+    monkeypatch.setattr(dataset, "_build", build_both)
+    assert len(load(tmp_path, data)[0]) > 30
+    assert len(prepared(tmp_path)) == 2
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    how = (
+        "dataset.PARALLEL_ABOVE, dataset._processors = 0, lambda: 2; "
+        "dataset._SideWriter.append = lambda *_: os._exit(137)"
+    )
+    done = run_killed(tmp_path, how, data)  # a worker that stays would let this time out
+    assert done.returncode == 137, done.stderr
+
+
+def test_of_two_processes_one_prepares_and_the_other_waits(tmp_path, monkeypatch):
+    """Ours builds only when the other one has said that it waits."""
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    script = tmp_path / "other.py"
+    script.write_text(KILLED.format(how="dataset._build = None  # it must not build"))
+    command = [sys.executable, str(script), str(data), str(tmp_path / "cache")]
+    root = str(Path(__file__).parents[1])
+    build, others = dataset._build, []
+
+    def build_while_another_waits(*arguments):
+        other = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": root}, stderr=subprocess.PIPE, text=True
+        )
+        others.append(other)
+        line = other.stderr.readline()
+        assert line == "another process is preparing the same data; waiting for it\n"
+        build(*arguments)
+
+    monkeypatch.setattr(dataset, "_build", build_while_another_waits)
+    expected = all_rows(load(tmp_path, data)[0])
+    (other,) = others
+    assert other.communicate(timeout=120)[1] == "" and other.returncode == 0
     assert all_rows(load(tmp_path, data)[0]) == expected
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [ready.name]
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", documents(50))
+    (tmp_path / "cache").write_text("a file, not a directory")
+    with pytest.raises(UserError, match="The cache .*cache cannot be written: "):
+        load(tmp_path, data)
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.symlink_to("/proc/self/mem")  # whose first byte cannot be read
+    if not data.is_file():
+        pytest.skip("/proc/self/mem is Linux's")
+    with pytest.raises(UserError) as error:
+        load(tmp_path, data)
+    assert str(error.value).startswith(f"{data}: cannot be read (")
+    assert str(error.value).endswith(". Fix the file or leave it out.")
+
+
+def test_no_bar_stays_above_an_error(tmp_path, capsys):
+    data = write_lines(tmp_path / "d.jsonl", [*documents(50), {"text": 1}])
+    for act in (
+        lambda: load(tmp_path, data, progress=True),
+        lambda: Tokenizer.train(training_texts(data), 300, progress=True),
+    ):
+        with pytest.raises(UserError, match="line 51"):
+            act()
+        shown = capsys.readouterr().err.split("\r")
+        assert any("tokeni" in line for line in shown) and not shown[-1].strip()
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path, by_bytes, monkeypatch):

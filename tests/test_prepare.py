@@ -2,15 +2,19 @@
 as a person runs it, and its result read by `load_dataset`.
 """
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from config import UserError
 from data.dataset import load_dataset
+from data.download import alone_in, fetch
 from data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +69,7 @@ def test_tinystories(tmp_path):
     said, code = run(tmp_path, "tinystories", f"--directory={out}", f"--source={tmp_path}")
     assert code == 0, said
     assert f"{out}/train.jsonl: 2 stories" in said and f"--data={out}" in said
-    assert sorted(path.name for path in out.iterdir()) == ["train.jsonl", "val.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "train.jsonl", "val.jsonl"]
     train_rows, val_rows = load(tmp_path, out)
     assert (texts(train_rows), texts(val_rows)) == (stories[:2], stories[2:])
 
@@ -125,4 +129,66 @@ def test_a_source_that_is_not_there_is_one_sentence_and_leaves_nothing(tmp_path,
     said, code = run(tmp_path, script, f"--directory={tmp_path}/out", source, *options)
     assert code == 2, said
     assert "error: " in said and "Traceback" not in said
-    assert not list((tmp_path / "out").iterdir())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+class Broken(http.server.BaseHTTPRequestHandler):
+    """A server on this machine that promises more than it sends, or nonsense."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path != "/missing" else 404)
+        lengths = {"/short": "10", "/nonsense": "ten"}
+        self.send_header("Content-Length", lengths.get(self.path, "5"))
+        self.end_headers()
+        self.wfile.write(b"12345")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "page, problem",
+    [
+        ("short", "the connection broke after 5 of 10 bytes"),
+        ("nonsense", "invalid literal"),
+        ("missing", "HTTP Error 404"),
+    ],
+)
+def test_a_download_that_breaks_off_is_no_file(tmp_path, address, page, problem):
+    with alone_in(tmp_path), pytest.raises(UserError, match=f"{page} could not be.*{problem}"):
+        fetch(f"{address}/{page}", tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_what_is_here_is_not_fetched_again(tmp_path, address, capsys):
+    fetch(f"{address}/good", tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"12345"
+    fetch(f"{address}/missing", tmp_path / "file")
+    assert "is here already; remove it" in capsys.readouterr().out
+
+
+def test_of_two_scripts_on_one_directory_the_second_waits(tmp_path):
+    (tmp_path / "input.txt").write_text("First Citizen:\n")
+    out, command = tmp_path / "out", [sys.executable, "-m", "data.prepare_shakespeare"]
+    options = [f"--directory={out}", f"--source={tmp_path}/input.txt"]
+    with alone_in(out):
+        other = subprocess.Popen([*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        line = other.stderr.readline()
+        assert line == f"another process is filling {out}; waiting for it\n"
+        (out / "tinyshakespeare.txt").write_text("what we prepared")
+    assert other.communicate(timeout=60)[1] == "" and other.returncode == 0
+    assert (out / "tinyshakespeare.txt").read_text() == "what we prepared"
+
+
+def test_a_directory_that_is_none_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("x")
+    said, code = run(tmp_path, "shakespeare", f"--directory={tmp_path}/file")
+    assert code == 2 and "error: " in said and "cannot be written" in said

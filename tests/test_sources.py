@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from config import UserError
 from data import sources
-from data.sources import RowError, Source, find_sources, parse, place, read_chunks, sentence
+from data.sources import RowError, Source, find_sources, parse, read_chunks, sentence
 from data.tokenizer import ChatStyle
 
 QUIET = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -27,7 +27,7 @@ def read(path: Path):
             try:
                 good.append(parse(item))
             except RowError as error:
-                bad.append(sentence(place(chunk.name, chunk.unit, number), error))
+                bad.append(sentence(chunk, number, error))
     return good, bad
 
 
@@ -404,7 +404,7 @@ def test_utf_16_is_named(tmp_path, ending):
     path = tmp_path / f"data.{ending}"
     path.write_bytes('{"text": "a"}\n'.encode("utf-16"))
     assert read(path)[1] == [
-        f"data.{ending}: the file is UTF-16. Convert it to UTF-8. Fix it or pass --on_bad_row=skip."
+        f"data.{ending}: the file is UTF-16. Convert it to UTF-8. Fix the file or leave it out."
     ]
 
 
@@ -464,19 +464,23 @@ def names(found):
     return [source.name for source in found]
 
 
-def test_directories_globs_and_files(tmp_path):
-    for name in ("b.jsonl", "a.txt", "sub/c.csv", "notes.md", ".hidden"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
+def test_directories_globs_and_files(tmp_path, monkeypatch):
+    """Each file by the name that the person gave, or what follows from it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.txt", "sub/c.csv", "notes.md", ".hidden", "d.jsonl/e.md"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("x")
     train, val = find_sources(tmp_path)
-    assert (names(train), val) == (["a.txt", "b.jsonl", "sub/c.csv"], [])
-    train, val = find_sources(f"{tmp_path}/*.jsonl", tmp_path / "a.txt")
-    assert (names(train), names(val)) == ([f"{tmp_path}/b.jsonl"], ["a.txt"])
+    here = [f"{tmp_path}/{name}" for name in ("a.txt", "b.jsonl", "sub/c.csv")]
+    assert (names(train), val) == (here, [])
+    assert names(find_sources("sub")[0]) == ["sub/c.csv"]
+    train, val = find_sources("*.jsonl", tmp_path / "a.txt")
+    assert (names(train), names(val)) == (["b.jsonl"], [f"{tmp_path}/a.txt"])
     for name in ("train.jsonl", "val.jsonl", "floor.json"):
-        (tmp_path / name).write_text("x")
-    train, val = find_sources(tmp_path)
+        Path(name).write_text("x")
+    train, val = find_sources(".")
     assert (names(train), names(val)) == (["train.jsonl"], ["val.jsonl"])
-    assert names(find_sources(tmp_path / "b.jsonl", tmp_path)[1]) == ["val.jsonl"]
+    assert names(find_sources("./b.jsonl", ".")[1]) == ["val.jsonl"]
 
 
 def test_what_is_not_there(tmp_path):
@@ -587,7 +591,11 @@ def test_no_lines_crash_the_reader_or_cost_a_good_row(tmp_path_factory, entries,
     found = iter(row.text for row in good)
     assert all(text in found for text in wanted)  # in order; some of the bad are good after all
     for line in bad:
-        assert line.startswith("data.jsonl") and line.endswith(sources.MEND) and "\n" not in line
+        assert (
+            line.startswith("data.jsonl")
+            and line.endswith((sources.MEND, sources.MEND_FILE))
+            and "\n" not in line
+        )
     if not entries:
         assert "empty" in bad[0]
 
@@ -604,6 +612,6 @@ def test_no_bytes_crash_the_other_readers(tmp_path, ending):
         good, bad = read(path)
         assert good or bad
         for line in bad:
-            assert line.startswith(path.name) and line.endswith(sources.MEND)
+            assert line.startswith(path.name) and line.endswith((sources.MEND, sources.MEND_FILE))
 
     run()

@@ -3,13 +3,15 @@
 Everything runs the real program, `train.main`, on a little corpus in tmp_path.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from safetensors.torch import load_file
 import checkpoint
 import train
 from config import TrainConfig, UserError, parse_config, run_program
+from data.batches import Batches
 from model import GPT, GPTConfig
 
 REPO = Path(__file__).parent.parent
@@ -30,11 +33,14 @@ QUICK += ["--sample_tokens=4", "--learning_rate=1e-2"]
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch) -> Path:
-    """A directory with 40 texts of 3 to 20 characters to train on and 8 to validate on."""
     monkeypatch.chdir(tmp_path)
+    return write_corpus(tmp_path / "corpus")
+
+
+def write_corpus(directory: Path) -> Path:
+    """A directory with 40 texts of 3 to 20 characters to train on and 8 to validate on."""
     rng = random.Random(0)
     texts = ["".join(rng.choice("abcde ") for _ in range(rng.randint(3, 20))) for _ in range(48)]
-    directory = tmp_path / "corpus"
     directory.mkdir()
     for name, part in (("train", texts[:40]), ("val", texts[40:])):
         rows = "".join(json.dumps({"text": text}) + "\n" for text in part)
@@ -98,8 +104,8 @@ def gradients(window: list[dict]) -> tuple[float, dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    loss, _, _ = train.take_step(model, [optimizer], scaler, window, machine, config)
-    return loss, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    step = train.take_step(model, [optimizer], scaler, window, machine, config)
+    return step.loss, {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
 
 def test_inv10_micro_batches_give_the_gradient_of_the_whole_batch():
@@ -122,53 +128,6 @@ def test_inv11_a_step_without_targets_is_finite_and_changes_nothing():
     loss, grads = gradients([batch])
     assert loss == 0
     assert all((grad == 0).all() for grad in grads.values())
-
-
-RANK_PROGRAM = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-sys.path[:0] = [{repo!r}, {tests!r}]
-import test_train as t, train
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-machine = train.Machine(torch.device("cpu"), torch.float32, "", rank, world)
-model = t.tiny_gpt()
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-before = {{name: p.detach().clone() for name, p in model.named_parameters()}}
-batch = t.ragged_batch()
-mine = t.rows_of(batch, 0, 3) if rank == 0 else t.rows_of(batch, 3, 8)  # uneven
-window = [t.rows_of(mine, 0, 1), t.rows_of(mine, 1, 9)]
-scaler = torch.amp.GradScaler("cpu", enabled=False)
-config = train.TrainConfig(grad_clip=0)
-loss, _, targets = train.take_step(
-    DistributedDataParallel(model), [optimizer], scaler, window, machine, config)
-grads = {{name: before[name] - p.detach() for name, p in model.named_parameters()}}
-if rank == 0:
-    torch.save([loss, targets, grads], {out!r})
-dist.destroy_process_group()
-"""
-
-
-def test_inv10_two_processes_give_the_gradient_of_one(tmp_path):
-    out = tmp_path / "rank0.pt"
-    program = tmp_path / "program.py"
-    tests = str(Path(__file__).parent)
-    program.write_text(RANK_PROGRAM.format(repo=str(REPO), tests=tests, out=str(out)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, "--master_port=0", "--standalone", str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    loss, targets, grads = torch.load(out, weights_only=True)
-    expected_loss, expected = gradients([ragged_batch()])
-    assert targets == sum(range(8))
-    assert loss == pytest.approx(expected_loss, abs=1e-6)
-    for name, grad in expected.items():
-        torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-4)
 
 
 # -------------------------------------------------------------------------------- exact resume
@@ -237,6 +196,17 @@ def test_ctrl_c_finishes_the_step_saves_and_resumes_exactly(corpus, capsys):
     assert digest(run(corpus, "stopped", *flags, "--resume=True")) == digest(whole)
 
 
+def test_a_second_ctrl_c_ends_at_once_but_not_under_torchrun(monkeypatch):
+    """There each process gets one from the terminal, and the same one again from torchrun."""
+    for patient in (False, True):
+        stop = train.StopSignal(patient)
+        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.nullcontext() if patient else pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        stop.stop_listening()
+
+
 # --------------------------------------------------------------------------------- nothing lost
 
 
@@ -263,14 +233,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(corpus, mon
 
 
 def test_a_loss_that_is_not_finite_is_counted_though_its_gradient_is(corpus, monkeypatch):
-    monkeypatch.setattr(train, "take_step", lambda *_: (float("inf"), 1.0, 1))
+    monkeypatch.setattr(train, "take_step", lambda *_: train.Step(float("inf"), 1.0, 1, 1))
     run(corpus, "out/a", "--max_steps=2", "--log_every=1")
     assert [line["skipped_steps"] for line in metrics("out/a")] == [1, 2]
 
 
 def test_too_many_bad_steps_in_a_row_stop_with_the_last_good_checkpoint(corpus, monkeypatch):
     real = train.take_step
-    bad = (float("nan"), float("nan"), 1)
+    bad = train.Step(float("nan"), float("nan"), 1, 1)
     calls = []
 
     def poisoned(*arguments):
@@ -278,9 +248,54 @@ def test_too_many_bad_steps_in_a_row_stop_with_the_last_good_checkpoint(corpus, 
         return real(*arguments) if len(calls) <= 2 else bad
 
     monkeypatch.setattr(train, "take_step", poisoned)
-    with pytest.raises(UserError, match="20 times in a row.*step_00000002"):
-        run(corpus, "out/a", "--max_steps=99", "--save_every=2")
+    # 22 steps of 2 micro-batches: the last ones are numbers 42 and 43
+    flags = ["--max_steps=99", "--save_every=2", "--grad_accum=2"]
+    with pytest.raises(UserError, match="20 times in a row.*step_00000002") as raised:
+        run(corpus, "out/a", *flags)
+    tokenizer = train.Tokenizer.load("bytes")
+    config = TrainConfig(data=str(corpus), max_seq_len=24)
+    batches = Batches(train.load_rows(config, tokenizer)[0], 4, 24, seed=1337)
+    rows = [row for g in (42, 43) for row in batches.rows_of(g)]
+    named = ", ".join(map(str, rows))
+    assert f"step 22, whose {len(rows)} rows are {named} of the training" in str(raised.value)
+    assert "micro-batches 42 to 43" in str(raised.value)
     assert checkpoint.saved_steps(Path("out/a"))[-1].name == "step_00000002"
+
+
+def test_rows_of_a_micro_batch_are_the_rows_in_it(corpus):
+    config = TrainConfig(data=str(corpus), max_seq_len=24)
+    rows, _, _ = train.load_rows(config, train.Tokenizer.load("bytes"))
+    batches = Batches(rows, 4, 24, seed=5)
+    for g in (0, batches.per_epoch - 1, 3 * batches.per_epoch + 1):
+        padded = batches[g]["input_ids"].tolist()
+        expected = [rows[i][0].tolist() for i in batches.rows_of(g)]
+        assert sum(map(len, expected)) == batches[g]["num_tokens"]
+        for ids in expected:
+            assert any(row[: len(ids)] == ids for row in padded)
+
+
+def test_fp16_finds_its_scale_while_it_skips_steps():
+    """From a scale at which gradients pass 65,504, the largest fp16 number, it halves with each
+    skipped step until they fit, for Muon and AdamW together. From the usual 65,536 it comes down
+    to 1 in 16 steps, so that the search alone is never BAD_STEPS_IN_A_ROW."""
+    model = tiny_gpt()
+    machine = train.Machine(torch.device("cpu"), torch.float16, "", 0, 1)
+    optimizers = train.make_optimizers(model, TrainConfig(learning_rate=1e-3, optimizer="muon"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    good = []
+    for _ in range(16):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        scale = scaler.get_scale()
+        step = train.take_step(
+            model, optimizers, scaler, [ragged_batch()], machine, TrainConfig(grad_clip=0)
+        )
+        good.append(step.is_good)
+        same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert not any(same) if step.is_good else all(same)
+        assert scaler.get_scale() == (scale if step.is_good else scale / 2)
+    searched = good.index(True)
+    assert searched > 0 and good == [False] * searched + [True] * (16 - searched)
+    assert 2**16 * 0.5**train.BAD_STEPS_IN_A_ROW < 1
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(corpus, monkeypatch):
@@ -544,3 +559,27 @@ def test_wandb_logs_offline_and_the_run_ends_well(corpus, capsys):
     run(corpus, "out/a", "--max_steps=2", "--wandb")
     assert list(Path("out/a/wandb").glob("offline-run-*"))
     assert "checkpoint  out/a/step_00000002" in capsys.readouterr().out
+
+
+def test_wandb_continues_the_same_run(corpus, monkeypatch):
+    """And a run of the same name elsewhere is another one."""
+    started, logged, finished = [], [], []
+    stub = types.SimpleNamespace(
+        init=lambda **options: started.append(options) or stub,
+        log=lambda line, step: logged.append((started[-1]["id"], step)),
+        finish=lambda: finished.append(started[-1]["id"]),
+        api=types.SimpleNamespace(api_key=None),
+    )
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    run(corpus, "out/a", "--max_steps=2", "--wandb", "--log_every=1")
+    run(corpus, "out/a", "--max_steps=4", "--wandb", "--resume")
+    shutil.move("out/a", "out/old")
+    run(corpus, "out/a", "--max_steps=2", "--wandb")
+    first, resumed, other = started
+    assert first["id"] == resumed["id"] != other["id"]
+    assert first["name"] == other["name"] == "out/a"
+    assert {options["resume"] for options in started} == {"allow"}
+    assert {options["mode"] for options in started} == {"offline"}  # there is no login
+    assert [step for id, step in logged if id == first["id"]] == [1, 2, 3, 4]
+    assert finished == [options["id"] for options in started]

@@ -1,0 +1,67 @@
+"""Files that others made: small ones, read so that none costs more than it is worth.
+
+A model directory may come from anybody. What is read of it has a size that is checked first, lies
+in the directory, and is named in the sentence about what is wrong with it.
+"""
+
+import json
+import os
+from pathlib import Path
+
+LARGEST_JSON = 4 << 20  # bytes; the index of a 32B model in shards has 60,000
+DEEPEST_JSON = 40  # levels
+
+
+def read_json(directory: Path, name: str, largest: int = LARGEST_JSON) -> dict:
+    """The object in a file of the directory; ValueError, naming the file, where it holds none."""
+    content, file = read_file(directory, name, largest), directory / name
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    if is_deeper(value, DEEPEST_JSON):
+        raise ValueError(f"{file} is nested deeper than {DEEPEST_JSON} levels")
+    return value
+
+
+def read_file(directory: Path, name: str, largest: int = LARGEST_JSON) -> bytes:
+    """The content of a file of the directory; ValueError, naming it, where that is too large."""
+    file = own_file(directory, name)
+    size = file.stat().st_size
+    if size > largest:
+        raise ValueError(f"{file} has {size:,} bytes; of such a file at most {largest:,} are read")
+    return file.read_bytes()
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects stand in each other more than so deep.
+
+    Python reads a thousand levels and then fails to write or print them, at any later time.
+    """
+    level = [value]
+    for _ in range(levels + 1):
+        level = [v for v in level if isinstance(v, dict | list)]
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return False
+    return True
+
+
+def own_file(directory: Path, name: str) -> Path:
+    """directory/name; ValueError where that is a link which leads out of the directory.
+
+    The hub's cache is made of links: from snapshots/<commit>/ to blobs/, both of the same model.
+    """
+    file, root = directory / name, directory.resolve()
+    real = Path(os.path.realpath(file))
+    if not (real.is_relative_to(root) or real.is_relative_to(root.parent.parent / "blobs")):
+        raise ValueError(f"{file} is a link that leads out of its directory, to {real}")
+    return file
+
+
+def shown(value: object) -> str:
+    """A value for an error sentence, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,95 @@
+"""Training really learns: what only a run can show, on problems that take seconds.
+
+A batch learned by heart, noise not learned, the same end in bf16 as in fp32. Steps are those of
+train.py (take_step, its optimizers, its schedule), so that a mistake in any of them, in the loss or
+in the model shows here as a number.
+"""
+
+import math
+
+import pytest
+import torch
+
+import train
+from config import TrainConfig
+from model import GPT, GPTConfig
+
+V, T = 32, 24
+
+
+def tiny_model(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(
+        GPTConfig(
+            vocab_size=V,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=64,
+            max_position_embeddings=T,
+        )
+    )
+
+
+def learn(batches, steps: int, dtype=torch.float32, **options) -> tuple[list[float], GPT]:
+    """Losses before each of `steps` steps over batches(step) -> ids (B, T), and the model."""
+    config = TrainConfig(max_steps=steps, warmup_steps=5, **options)
+    machine = train.Machine(torch.device("cpu"), dtype, "as the test asks", 0, 1)
+    model = tiny_model()
+    optimizers = train.make_optimizers(model, config)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    losses = []
+    for step in range(steps):
+        train.set_learning_rate(optimizers, step, config)
+        ids = batches(step)
+        window = [{"input_ids": ids, "labels": ids, "num_tokens": ids.numel()}]
+        made = train.take_step(model, optimizers, scaler, window, machine, config)
+        losses.append(made.loss)
+    return losses, model
+
+
+def noise(step: int) -> torch.Tensor:
+    """The same four rows of noise at every step: nothing to learn but the rows themselves."""
+    return torch.randint(V, (4, T), generator=torch.Generator().manual_seed(7))
+
+
+def chain(step: int) -> torch.Tensor:
+    """(16, T), other rows at every step: after i comes 2i or 2i + 1 (mod V), each as often.
+
+    So the loss of a perfect model is ln 2.
+    """
+    rng = torch.Generator().manual_seed(step)
+    rows = [torch.randint(V, (16,), generator=rng)]
+    for _ in range(T - 1):
+        rows.append((2 * rows[-1] + torch.randint(2, (16,), generator=rng)) % V)
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_batch_is_learned_by_heart(optimizer):
+    losses, _ = learn(noise, 120, optimizer=optimizer, learning_rate=2e-2, weight_decay=0.0)
+    assert abs(losses[0] - math.log(V)) < 0.2  # the first guess is even
+    assert losses[-1] < 0.02
+
+
+def test_a_batch_of_other_noise_at_every_step_teaches_nothing():
+    """The opposite: if this loss fell, the model would see the token that it is asked for."""
+
+    def other_noise(step: int) -> torch.Tensor:
+        return torch.randint(V, (16, T), generator=torch.Generator().manual_seed(step))
+
+    losses, _ = learn(other_noise, 60, optimizer="muon", learning_rate=1e-2)
+    assert min(losses) > math.log(V) - 0.05
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bf16_ends_where_fp32_does(optimizer):
+    """Over fp32 weights, as --dtype=bf16 trains: both come to the floor, and to each other."""
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        losses, model = learn(chain, 150, dtype, optimizer=optimizer, learning_rate=1e-2)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        ends[dtype] = sum(losses[-20:]) / 20
+    assert max(ends.values()) < math.log(2) + 0.02, ends
+    assert abs(ends[torch.float32] - ends[torch.bfloat16]) < 0.005, ends

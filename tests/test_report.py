@@ -1,0 +1,86 @@
+"""The figures of a run: what a forward costs, what a card can do, and the speeds made of them."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import report
+from config import TrainConfig
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_flops_are_those_that_torch_counts(tied):
+    """But for the pairs that may not look at each other, which plain attention multiplies too."""
+    config = GPTConfig(
+        50, 16, 3, 4, 24, num_key_value_heads=2, tie_word_embeddings=tied, attention="manual"
+    )
+    B, T = 2, 7
+    with FlopCounterMode(display=False) as forward:
+        logits = GPT(config)(torch.zeros(B, T, dtype=torch.long))
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    hidden_pairs = T * (T - 1) // 2
+    hidden = hidden_pairs * 4 * B * config.num_attention_heads * config.head_dim * 3
+    assert report.forward_flops(config, B, T) == forward.get_total_flops() - hidden
+    assert 2 * report.forward_flops(config, B, T) == backward.get_total_flops() - 2 * hidden
+
+
+def test_a_card_is_known_by_its_whole_name(monkeypatch):
+    names = {
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A100 80GB PCIe": 312e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA L40": None,
+        "NVIDIA GeForce RTX 4090": 165e12,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "Tesla T4": 65e12,
+    }
+    cuda = torch.device("cuda", 0)
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert report.peak_flops(cuda, torch.bfloat16) == peak
+        assert report.peak_flops(cuda, torch.float32) is None  # of other units of the card
+    assert report.peak_flops(CPU, torch.bfloat16) is None
+
+
+def reported(tmp_path, monkeypatch, peak: float | None) -> list[dict]:
+    """Lines of metrics.jsonl of steps that take 4 seconds, 100 tokens, 60 targets, 4,000 FLOP."""
+    clock = iter(range(100, 1000, 4))
+    monkeypatch.setattr(report.time, "perf_counter", lambda: next(clock))
+    run = report.Report(tmp_path, TrainConfig(), True, 0, CPU, peak)
+    for step in (1, 2, 3):
+        line = {"step": step, "loss": 1.0, "lr": 0.1, "tokens": 100 * step, "targets": 60 * step}
+        run.step(line, 4000)
+        run.write(line)
+    run.close()
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_speeds_are_logged_from_the_second_step_on(tmp_path, monkeypatch):
+    first, second, _ = reported(tmp_path, monkeypatch, None)
+    assert "tokens_per_second" not in first  # with the first step things are compiled
+    assert second["tokens_per_second"] == 25
+    assert second["targets_per_second"] == 15
+    assert second["flops_per_second"] == 1000
+    assert "mfu" not in second
+    assert list(second) == [name for name in report.FIELDS if name in second]
+
+
+def test_mfu_is_the_share_of_the_peak(tmp_path, monkeypatch):
+    assert reported(tmp_path, monkeypatch, 5000.0)[-1]["mfu"] == 0.2
+
+
+def test_memory_is_logged(tmp_path, monkeypatch):
+    pytest.importorskip("resource")
+    here = reported(tmp_path, monkeypatch, None)[-1]["memory_gib"]
+    assert 0.05 < here < 100
+    ballast = torch.ones(2**28)  # 1 GiB
+    assert report.peak_memory(CPU) / 2**30 > 1 and ballast[0] == 1
