@@ -308,7 +308,7 @@ def memory_peak(device: str) -> int:
 
 def proc_status(field: str) -> int:
     """Bytes, from Linux's /proc/self/status."""
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8") as file:
         line = next(line for line in file if line.startswith(field))
     return int(line.split()[1]) * 1024
 

@@ -44,7 +44,7 @@ MODEL_FILES = (
 
 def saved_steps(run: Path) -> list[Path]:
     """The run's whole checkpoints, oldest first."""
-    if not run.is_dir():
+    if not os.path.isdir(run):
         return []
     steps = [entry for entry in run.iterdir() if STEP_NAME.fullmatch(entry.name)]
     return sorted(steps, key=lambda step: int(step.name.removeprefix("step_")))
@@ -65,11 +65,11 @@ def find_checkpoint(path: str | None) -> Path | str:
             )
         return max(newest, key=lambda step: step.stat().st_mtime)
     directory = Path(path)
-    if (directory / "config.json").is_file():
+    if os.path.isfile(directory / "config.json"):  # False, too, for what no file can be called
         return directory
     if saved_steps(directory):
         return saved_steps(directory)[-1]
-    if directory.exists():
+    if os.path.exists(directory):
         raise UserError(f"{path} holds no checkpoint: neither step_* directories nor a config.json")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(("out/", ".")):
         return path
@@ -131,7 +131,7 @@ def save_checkpoint(
             shards.rename(partial / "training_state")
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         sums = [f"{sha256(file)}  {file.relative_to(partial).as_posix()}\n" for file in files]
-        (partial / SUMS).write_text("".join(sums))
+        (partial / SUMS).write_text("".join(sums), encoding="utf-8", newline="\n")
         for path in [*partial.rglob("*"), partial]:
             sync(path)
         partial.rename(final)
@@ -175,9 +175,9 @@ def sweep(run: Path) -> None:
 def val_loss_of(step: Path) -> float | None:
     """The validation loss at a checkpoint; None where it is not known, or not a finite number."""
     try:
-        val_loss = json.loads((step / "step.json").read_text())["val_loss"]
+        val_loss = json.loads((step / "step.json").read_text(encoding="utf-8"))["val_loss"]
         return val_loss if math.isfinite(val_loss) else None
-    except (OSError, ValueError, TypeError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
@@ -208,7 +208,7 @@ def check(directory: Path, names: list[str]) -> None:
     sums = directory / SUMS
     if not sums.is_file():
         return
-    with sums.open(errors="replace") as opened:
+    with sums.open(encoding="utf-8", errors="replace") as opened:
         written = opened.read(1 << 20).splitlines()
     for name, file in files.items():
         try:
@@ -270,9 +270,9 @@ class RunLock(contextlib.ExitStack):
             if not self.run.is_dir():
                 return
             self.enter_context(file_lock(self.run / ".lock", wait=False))
-            holder.write_text(f"process {os.getpid()} on {platform.node()}")
+            holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
         except BlockingIOError as error:
-            who = holder.read_text() if holder.is_file() else "another process"
+            who = holder.read_text(encoding="utf-8") if holder.is_file() else "another process"
             raise UserError(
                 f"{who} is training in {self.run} now: wait until it ends, or start another run "
                 f"beside it with --out_dir={free_name(self.run)}"
@@ -312,13 +312,13 @@ def free_name(run: Path) -> Path:
 
 
 def write_json(file: Path, value: dict) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8", newline="\n")
 
 
 def replace(file: Path, text: str) -> None:
     """Write a file of the run; whoever reads it meanwhile, or is killed, has the old one whole."""
     partial = file.with_name(f".partial_{file.name}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8", newline="\n")
     sync(partial)
     partial.replace(file)
 

@@ -9,6 +9,7 @@ sentence instead of a traceback when the mistake is the person's.
 import difflib
 import json
 import math
+import os
 import runpy
 import sys
 import types as types_module
@@ -246,8 +247,8 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
 def read_saved_options(file: Path) -> dict:
     """A run's train_config.json, each option checked; an option added since has its default."""
     try:
-        saved = json.loads(file.read_text())
-    except ValueError as error:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}); the run cannot be continued") from error
     types = get_type_hints(TrainConfig)
     if not isinstance(saved, dict) or not saved.keys() <= types.keys():
@@ -292,7 +293,7 @@ def refuse_unknown_flags(flags: list[str], config_class: type) -> None:
 
 def read_config_file(path: Path, config_class: type) -> dict:
     """Run a config file; return its assignments, each checked against the option of that name."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # False, too, for what no file can be called
         there = sorted(str(file) for file in Path("configs").glob("*.py"))
         raise UserError(f"{path} does not exist; the configs here are: {', '.join(there)}")
     try:
@@ -392,6 +393,9 @@ def choose_device(device: str, dtype: str):
 
 def run_program(main: Callable[[list[str]], None]) -> None:
     """Run a program's main(arguments); a UserError becomes one sentence and exit code 2."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):  # whatever the locale says
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         main(sys.argv[1:])
     except UserError as error:

@@ -44,7 +44,7 @@ def story_loss(model: GPT, tokenizer: Tokenizer, world: Path) -> tuple[float, fl
         batch = batches[number]
         loss_sum, _ = model(batch["input_ids"].to(device), labels=batch["labels"].to(device))
         total += loss_sum.item()
-    floor = json.loads((stories / "floor.json").read_text())["val_nats"]
+    floor = json.loads((stories / "floor.json").read_text(encoding="utf-8"))["val_nats"]
     return total / rows.num_targets, floor / rows.num_targets
 
 

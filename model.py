@@ -544,7 +544,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden = torch.empty_like(hidden)
                 grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-            for start in range(0, hidden.shape[0], rows):
+            start = 0
+            while start < hidden.shape[0]:  # a range of it would be compiled for each length
                 h = hidden[start : start + rows].to(dtype)  # (n, C)
                 target = targets[start : start + rows, None]  # (n, 1)
                 counted = target != -100
@@ -560,6 +561,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     del logits  # in bf16 grad is a copy: two of this size at once are enough
                     grad_hidden[start : start + rows] = grad @ w
                     grad_weight += grad.T @ h
+                start += rows
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return loss

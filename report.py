@@ -5,6 +5,7 @@ Biases run. In a job of several processes only the first one's report is `active
 what its figures are made of: the work of a forward, the most that a card can do, and memory.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -105,6 +106,7 @@ class Report:
     ):
         self.run = run
         self.active = active
+        self.lost_lines = 0  # of metrics.jsonl, for want of room
         self.device, self.peak = device, peak
         self.flops = 0
         self.mark = None  # where speeds are measured from: (clock, tokens, targets, FLOP)
@@ -148,10 +150,24 @@ class Report:
         line = line | self.speeds | {"memory_gib": memory and round(memory / 2**30, 3)}
         known = {name: line[name] for name in FIELDS if line.get(name) is not None}
         finite = {k: v if math.isfinite(v) else str(v) for k, v in known.items()}
-        with (self.run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(finite) + "\n")
+        self.append(json.dumps(finite) + "\n")
         if self.wandb:
             self.wandb.log(known, step=line["step"])
+
+    def append(self, text: str) -> None:
+        """Add a line to metrics.jsonl. A full disk must not end the training: it loses the line,
+        says so once, and leaves no half of it."""
+        file = self.run / "metrics.jsonl"
+        length = file.stat().st_size if file.is_file() else 0
+        try:
+            with file.open("a", encoding="utf-8", newline="\n") as opened:
+                opened.write(text)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(file, length)
+            if not self.lost_lines:
+                self.say(f"{file} cannot be written ({error.strerror}): its lines are lost for now")
+            self.lost_lines += 1
 
     def evaluation(self, line: dict, train_loss: float, sample: str) -> None:
         """Print an evaluation and a sample above the bar, and draw the curve anew."""
@@ -169,7 +185,10 @@ class Report:
         self.say(text)
         if sample:
             self.say("".join(f"  | {row}\n" for row in sample.splitlines()).rstrip("\n"))
-        draw_curve(self.run)
+        try:
+            draw_curve(self.run)
+        except OSError as error:
+            self.say(f"{self.run / 'loss.png'} cannot be written: {error.strerror}")
 
     def say(self, text: str) -> None:
         """Print above the bar."""
@@ -193,12 +212,12 @@ def start_wandb(run: Path, config: TrainConfig):
     logged_in = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
     file = run / "wandb_id.txt"
     if not file.is_file():
-        file.write_text(secrets.token_hex(4) + "\n")
+        file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
     directory = run.resolve()
     here = directory.is_relative_to(Path.cwd())
     return wandb.init(
         project=config.wandb_project,
-        id=file.read_text().strip(),
+        id=file.read_text(encoding="utf-8").strip(),
         name=str(directory.relative_to(Path.cwd()) if here else run),
         resume="allow",
         dir=run,
@@ -213,15 +232,18 @@ def read_metrics(run: Path) -> list[dict]:
     Raises UserError, naming the line, for one that is not an object with a step.
     """
     file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    read = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 (byte {error.start}): remove it to go on") from error
+    read: list[dict] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("}") and number == len(lines):
             break
         try:
             read.append(json.loads(line))
             read[-1]["step"] + 0
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise UserError(
                 f"{file}, line {number}: not a line of metrics; remove it to go on"
             ) from error

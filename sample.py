@@ -33,6 +33,7 @@ from checkpoint import load_model
 from config import SampleConfig, UserError, choose_device, parse_config, run_program
 from data.tokenizer import Tokenizer
 from model import GPT, KVCache
+from pretrained import physical_memory
 from quantize import quantize_int8
 
 NEVER = float("-inf")
@@ -339,14 +340,6 @@ def make_cache(model: GPT, rows: int, length: int, copies: int = 1) -> KVCache:
         ) from error
 
 
-def physical_memory() -> float:
-    """Bytes of memory in this machine; where the system does not say, infinity."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return float("inf")
-
-
 def rounded_up(length: int) -> int:
     """The first of 256, 512, 1024, ... that holds `length`."""
     return max(256, 1 << (length - 1).bit_length())
@@ -550,9 +543,6 @@ class Printer:
 def main(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore")  # of libraries, about themselves; ours are errors
     config = parse_config(SampleConfig, arguments)
-    for stream in (sys.stdin, sys.stdout):  # whatever the locale says
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors="replace")
     refuse_contradictions(config)
     rows = [] if config.chat else read_rows(config)  # before the model: mistakes show at once
     # A CPU reads weights in huge pages a third faster. torch looks at this with its first tensor.
@@ -656,7 +646,7 @@ def read_rows(config: SampleConfig) -> list[dict]:
             where = f"{config.prompts_file}, line {number}"
             try:
                 rows.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: this is not JSON: {error}") from error
             check_row(rows[-1], where)
     if not rows:
@@ -709,6 +699,8 @@ def read_text(file: str) -> str:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.start})") from error
+    except ValueError as error:  # a name with a null byte
+        raise UserError(f"{file!r} cannot be read: {error}") from error
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -725,8 +717,12 @@ def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> list[int]:
     """The ids that end a text: the checkpoint's own, or else the tokenizer's."""
     file = Path(directory) / "generation_config.json"
     try:
-        stated = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    except (ValueError, AttributeError) as error:
+        stated = (
+            json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if file.is_file()
+            else None
+        )
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not a JSON object") from error
     if stated is None:
         return tokenizer.stop_ids

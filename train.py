@@ -158,6 +158,15 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
 
     def save() -> Path | None:
         """Write a checkpoint; its directory in the main process, None in the others."""
+        parts = [p.to_local() if machine.sharded else p for p in model.parameters()]
+        with machine.together():
+            if not all(bool(part.isfinite().all()) for part in parts):
+                report.close()
+                raise UserError(
+                    f"the weights are not finite after step {progress.step}, so they are not "
+                    f"saved: lower --learning_rate; the last good checkpoint is "
+                    f"{saved_in or 'none: nothing was saved yet'}"
+                )
         state = {
             "progress": asdict(progress),
             "optimizers": None,  # in parts, if the model is
@@ -176,8 +185,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
         with machine.together():
             if machine.is_main:
                 keep = config.keep_checkpoints
-                extra = {} if shards is None else {"shards": shards}
-                saved = checkpoint.save_checkpoint(run, whole, tokenizer, state, keep, **extra)
+                saved = checkpoint.save_checkpoint(run, whole, tokenizer, state, keep, shards)
         return saved
 
     peak = peak_flops(machine.device, machine.dtype)
@@ -193,7 +201,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     model.train()
     while progress.step < config.max_steps and not stopping:
         # Dropout is a function of (seed, step, rank): nothing of it to save, and resuming is exact.
-        torch.manual_seed((config.seed * 1_000_003 + progress.step) * 1_009 + machine.rank)
+        machine.seed((config.seed * 1_000_003 + progress.step) * 1_009 + machine.rank)
         set_learning_rate(optimizers, progress.step, config)
         asked = time.perf_counter()
         window = [next(micro_batches) for _ in range(config.grad_accum)]
@@ -312,7 +320,9 @@ def load_rows(
     floor = None
     floor_file = Path(data) / "floor.json"
     if val_data is None and floor_file.is_file():
-        floor = json.loads(floor_file.read_text())["val_nats"] / val_rows.num_targets
+        floor = (
+            json.loads(floor_file.read_text(encoding="utf-8"))["val_nats"] / val_rows.num_targets
+        )
     return train_rows, val_rows, floor
 
 

@@ -5,8 +5,8 @@
 #   .ci/gpu_check.sh
 #
 # What it prints also goes to gpu_check.log, in $OUT or in out/gpu_check/. It exits with 1 if a test
-# or a benchmark fails, and with 2 where there is no CUDA device. Each part has a time limit; one that is
-# cut short says so and keeps what it had printed, and is not a failure.
+# or a benchmark fails, and with 2 where there is no CUDA device. Each part has a time limit; one
+# that is cut short says so and keeps what it had printed, and is not a failure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline PYTHONUNBUFFERED=1

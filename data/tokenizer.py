@@ -184,7 +184,14 @@ class Tokenizer:
                 f"{len(OWN_SPECIALS)} special tokens and 256 bytes."
             )
         trainee = Trainee(models.BPE())
-        trainee.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        trainee.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+                pre_tokenizers.FixedLength(
+                    length=1000
+                ),  # the time is the square of a word's length
+            ]
+        )
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=OWN_SPECIALS,
