@@ -158,6 +158,8 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
 
     def save() -> Path | None:
         """Write a checkpoint; its directory in the main process, None in the others."""
+        if machine.sharded:
+            model.reshard()  # an evaluation leaves what is outside the blocks whole
         parts = [p.to_local() if machine.sharded else p for p in model.parameters()]
         with machine.together():
             if not all(bool(part.isfinite().all()) for part in parts):
