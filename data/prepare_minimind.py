@@ -47,7 +47,7 @@ def prepare(
     options = ["--val_fraction=0.005"] + ["--on_bad_row=skip"] * bool(problems)
     if stage == "sft":
         options.append("--init_from=out/YOUR_PRETRAINED_RUN")
-    train_command(f"configs/{'tiny' if stage == 'pretrain' else 'tiny_sft'}.py", path, *options)
+    train_command(f"configs/minimind{'' if stage == 'pretrain' else '_sft'}.py", path, *options)
 
 
 if __name__ == "__main__":
