@@ -88,6 +88,8 @@ def job_of_two(rank: int, processes: int) -> dict:
         if rank == 0:
             copy_of_half("fsdp", "fsdp_again")
             copy_of_half("ddp", "ddp_to_fsdp")
+        with job_machine("ddp") as machine:
+            machine.gather(rank)  # nobody goes on before the copies are whole
         run("fsdp_again", "--parallel=fsdp", "--resume")
         run("ddp_to_fsdp", "--parallel=fsdp", "--resume", "--recompute_activations")
     found["stopped"] = stopped_run(rank)
@@ -425,6 +427,7 @@ def test_what_fails_in_one_process_ends_all_with_one_sentence(two):
     assert "process 1: [Errno 28] No space left" in first["save of parts"]
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint_when_a_worker_is_killed(two, place):
     """Killed in step 5, restarted from step 3: it ends with the bits of the undisturbed run."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
