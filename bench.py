@@ -13,7 +13,6 @@ FLOPs of one large matrix product, or the bytes per second of one long read.
 """
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -33,8 +32,7 @@ import torch.nn.functional as F
 import train
 from checkpoint import load_model
 from config import TrainConfig, parse_config
-from data.batches import Batches
-from data.dataset import load_dataset
+from evaluate import WORLD, story_loss
 from model import GPT, GPTConfig, Linear, LinearCrossEntropy
 from quantize import Int8Linear, quantize_int8
 from report import forward_flops
@@ -324,7 +322,8 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
     table. They over the bandwidth are the floor, and "share" is floor / time.
     """
     config = SHAPES["64M"]
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in sample.py; for transformers too
+    # As in sample.py, and for transformers too: before this process has any tensor.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     rows = Table(f"Generation of the 64M shape on {device_name(device)}")
     for dtype_name in ("fp32", "bf16", "int8"):
         torch.compiler.reset()
@@ -347,8 +346,9 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
                 times["static cache"].append(time_transformers(theirs, prompts, "static"))
             first = {n: statistics.median(t[0] for t in many) for n, many in times.items()}
             steps = {n: [s for t in many for s in t[1:]] for n, many in times.items()}
-            plain = statistics.median(steps["ours"][4 : COMPILE_AFTER - 1])
-            compiled = statistics.median(steps["ours"][COMPILE_AFTER + 1 :])
+            # of each call: its first steps warm up, and the one that compiles is left out
+            plain = statistics.median(s for t in times["ours"] for s in t[5:COMPILE_AFTER])
+            compiled = statistics.median(s for t in times["ours"] for s in t[COMPILE_AFTER + 2 :])
             dynamic = statistics.median(steps["dynamic cache"])
             static = statistics.median(steps["static cache"])
             read = weights + B * context * per_token * dtype.itemsize
@@ -383,30 +383,20 @@ def say_loss_of_int8(checkpoint: str | None) -> None:
         print("\nfor what int8 costs in loss, name a run of configs/tiny.py: --checkpoint=out/tiny")
         return
     for name in ("fp32", "bf16", "int8"):
-        dtype = DTYPES.get(name, torch.bfloat16)
-        model, tokenizer, _ = load_model(checkpoint, "cpu", dtype)
+        model, tokenizer, _ = load_model(checkpoint, "cpu", DTYPES.get(name, torch.bfloat16))
         if name == "int8":
             quantize_int8(model)
-        stories = "data/cache/tinyworld/stories"
-        limit = model.config.max_position_embeddings
-        _, rows = load_dataset(stories, tokenizer=tokenizer, max_seq_len=limit)
-        batches = Batches(rows, 32, limit, seed=0, shuffle=False)
-        total, targets = 0.0, 0.0
-        for number in range(batches.per_epoch):
-            batch = batches[number]
-            with torch.no_grad():
-                logits = model(batch["input_ids"])[:, :-1].float().flatten(0, 1)
-            labels = batch["labels"][:, 1:].flatten()
-            total += F.cross_entropy(logits, labels, reduction="sum").item()
-            targets += (labels != -100).sum().item()
-        print(f"validation loss of {checkpoint} in {name}: {total / targets:.4f}", flush=True)
+        loss, _ = story_loss(model, tokenizer, WORLD)
+        print(f"validation loss of {checkpoint} in {name}: {loss:.4f}", flush=True)
 
 
 def linear_weights(model: torch.nn.Module) -> Iterator[int]:
     """Bytes of what one token must read: each matrix product's weights, the head's among them."""
     for module in model.modules():
-        if isinstance(module, Linear | Int8Linear):
-            yield int(module.weight.nbytes)
+        if isinstance(module, Linear):
+            yield module.weight.nbytes
+        elif isinstance(module, Int8Linear):
+            yield module.rounded.nbytes
 
 
 def decode_flops(config: GPTConfig, B: int, S: int) -> float:
@@ -478,15 +468,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if options.what == "one_loss":
         one_loss(options.way, options.dtype, options.device)
-    if options.what in ("train", "all"):
+    if options.what == "train":
         bench_train(options.device, options.rounds)
     if options.what == "loop":
         bench_loop(options.config)
-    if options.what in ("loss", "all"):
+    if options.what == "loss":
         bench_loss(options.device)
-    if options.what in ("decode", "all"):
-        gc.collect()
+    if options.what == "decode":
         bench_decode(options.device, options.rounds, options.checkpoint)
+    if options.what == "all":  # each in a process of its own, with its own settings of memory
+        for what in ("train", "loss", "decode"):
+            subprocess.run([sys.executable, __file__, what, *sys.argv[2:]], check=True)
 
 
 if __name__ == "__main__":

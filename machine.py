@@ -52,7 +52,8 @@ class Machine:
             reason += f"; process {rank} of {world_size}, {config.parallel}"
         torch.set_float32_matmul_precision("high")  # TF32 on CUDA, for what autocast leaves fp32
         if device.type == "cpu":
-            torch.use_deterministic_algorithms(True)  # makes --resume exact; costs nothing here
+            # Makes --resume exact, of compiled runs too. Costs a second at the start, no more.
+            torch.use_deterministic_algorithms(True)
         sharded = world_size > 1 and config.parallel == "fsdp"
         return cls(device, dtype, reason, rank, world_size, sharded, talk)
 

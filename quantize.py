@@ -15,13 +15,16 @@ FEW_ROWS = 4  # up to so many, reading the weights is what takes the time
 
 
 class Int8Linear(nn.Module):
-    """A matrix product with weights (outputs, inputs) int8 and a scale (outputs,) for each output.
+    """A matrix product, (..., inputs) -> (..., outputs), with weights in 8 bits.
+
+    rounded (outputs, inputs) int8; scale (outputs,), in the dtype that the weights had; `weight`
+    is what they stand for, made anew each time: the loss takes the head's.
 
     An output's scale is its largest weight / 127, so that no weight is cut off and each is off by
     half a step at most (Dettmers et al. 2022, section 2.1, by rows and without outliers).
     """
 
-    weight: Tensor
+    rounded: Tensor
     scale: Tensor
 
     def __init__(self, linear: Linear):
@@ -29,15 +32,19 @@ class Int8Linear(nn.Module):
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127  # (outputs,)
         rounded = (weight / scale[:, None]).round().to(torch.int8)
-        self.register_buffer("weight", rounded)
+        self.register_buffer("rounded", rounded)
         self.register_buffer("scale", scale.to(linear.weight.dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.rounded.to(self.scale.dtype) * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.shape[:-1].numel() <= FEW_ROWS:
             rows = x.reshape(-1, x.shape[-1])  # (rows, inputs)
-            out = torch._weight_int8pack_mm(rows, self.weight, self.scale)
+            out = torch._weight_int8pack_mm(rows, self.rounded, self.scale)
             return out.view(*x.shape[:-1], -1)
-        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return F.linear(x, self.rounded.to(x.dtype)) * self.scale
 
 
 @torch.no_grad()

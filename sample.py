@@ -32,6 +32,7 @@ from chat import note, talk
 from checkpoint import load_model
 from config import SampleConfig, UserError, choose_device, parse_config, run_program
 from data.tokenizer import Tokenizer
+from files import read_json
 from model import GPT, KVCache
 from pretrained import physical_memory
 from quantize import quantize_int8
@@ -716,14 +717,12 @@ def write_whole(file: Path, text: str) -> None:
 def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> list[int]:
     """The ids that end a text: the checkpoint's own, or else the tokenizer's."""
     file = Path(directory) / "generation_config.json"
+    if not file.is_file():
+        return tokenizer.stop_ids
     try:
-        stated = (
-            json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if file.is_file()
-            else None
-        )
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} is not a JSON object") from error
+        stated = read_json(file.parent, file.name).get("eos_token_id")
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if stated is None:
         return tokenizer.stop_ids
     ids = stated if isinstance(stated, list) else [stated]

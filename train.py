@@ -158,17 +158,6 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
 
     def save() -> Path | None:
         """Write a checkpoint; its directory in the main process, None in the others."""
-        if machine.sharded:
-            model.reshard()  # an evaluation leaves what is outside the blocks whole
-        parts = [p.to_local() if machine.sharded else p for p in model.parameters()]
-        with machine.together():
-            if not all(bool(part.isfinite().all()) for part in parts):
-                report.close()
-                raise UserError(
-                    f"the weights are not finite after step {progress.step}, so they are not "
-                    f"saved: lower --learning_rate; the last good checkpoint is "
-                    f"{saved_in or 'none: nothing was saved yet'}"
-                )
         state = {
             "progress": asdict(progress),
             "optimizers": None,  # in parts, if the model is
@@ -180,6 +169,15 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
             import sharding
 
             whole, shards = sharding.gather_model(model), run / ".partial_training_state"
+        with machine.together():
+            if machine.is_main and not all(bool(p.isfinite().all()) for p in whole.parameters()):
+                report.close()
+                raise UserError(
+                    f"the weights are not finite after step {progress.step}, so they are not "
+                    f"saved: lower --learning_rate; the last good checkpoint is "
+                    f"{saved_in or 'none: nothing was saved yet'}"
+                )
+        if machine.sharded:
             with machine.together():
                 sharding.save_moments(optimizers, shards, machine.talk)
         else:

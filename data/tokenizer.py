@@ -187,9 +187,8 @@ class Tokenizer:
         trainee.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-                pre_tokenizers.FixedLength(
-                    length=1000
-                ),  # the time is the square of a word's length
+                # the time is the square of a word's length
+                pre_tokenizers.FixedLength(length=1000),
             ]
         )
         trainer = trainers.BpeTrainer(

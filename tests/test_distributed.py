@@ -63,16 +63,19 @@ def process(rank: int, job: str, processes: int) -> None:
     torch.save(JOBS[job](rank, processes), f"{job}_{rank}.pt")
 
 
+def figures(machine: train.Machine) -> dict:
+    return {
+        "ragged": gradients(machine, one.ragged_batch()),
+        "empty here": gradients(machine, empty_from(4)),
+        "val_loss": validation_loss(machine),
+    }
+
+
 def job_of_two(rank: int, processes: int) -> dict:
     found = {}
     for kind in KINDS:
         with job_machine(kind) as machine:
-            found[kind] = {
-                "ragged": gradients(machine, one.ragged_batch()),
-                "empty here": gradients(machine, empty_from(4)),
-                "empty": gradients(machine, empty_from(0)),
-                "val_loss": validation_loss(machine),
-            }
+            found[kind] = figures(machine) | {"empty": gradients(machine, empty_from(0))}
     with job_machine("fsdp") as machine:
         found["muon"] = muon_step(machine, one.ragged_batch())
         with exact_newton_schulz():
@@ -101,11 +104,7 @@ def job_of_four(rank: int, processes: int) -> dict:
     found = {}
     for kind in KINDS:
         with job_machine(kind) as machine:
-            found[kind] = {
-                "ragged": gradients(machine, one.ragged_batch()),
-                "empty here": gradients(machine, empty_from(4)),
-                "val_loss": validation_loss(machine),
-            }
+            found[kind] = figures(machine)
     with exact_newton_schulz():
         run("fsdp_2_to_4", "--parallel=fsdp", "--resume")
     return found

@@ -336,42 +336,37 @@ def kill_at_a_random_moment(
     os.kill(process.pid if rank is None else ranks_of(process)[rank], signal.SIGKILL)
 
 
+def kill_again_and_again(workplace, command, seed: int, ranks: list, **options) -> int:
+    """Kill a run once for each of `ranks` (None: its only process), then let it end as if
+    undisturbed. The newest step that it had by the last kill."""
+    rng = random.Random(seed)
+    expected = finish(workplace, command, "whole", **options)
+    newest = 0
+    for rank in ranks:
+        with started(workplace, command, "run", **options) as process:
+            kill_at_a_random_moment(process, rng, rank)
+        assert newest_whole(workplace / "run") >= newest
+        newest = newest_whole(workplace / "run")
+    print(f"seed {seed}: {len(ranks)} kills up to step {newest}")
+    assert finish(workplace, command, "run", **options) == expected
+    assert losses(workplace / "run") == losses(workplace / "whole")
+    return newest
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX's")
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_kills_at_random_moments(workplace, seed):
-    rng = random.Random(seed)
-    options = dict(max_steps=1500)
-    expected = finish(workplace, PYTHON, "whole", **options)
-    newest = 0
-    for _ in range(10):
-        with started(workplace, PYTHON, "run", **options) as process:
-            kill_at_a_random_moment(process, rng, None)
-        assert newest_whole(workplace / "run") >= newest
-        newest = newest_whole(workplace / "run")
-    print(f"seed {seed}: 10 kills up to step {newest}")
+    newest = kill_again_and_again(workplace, PYTHON, seed, [None] * 10, max_steps=1500)
     assert newest > 10
-    assert finish(workplace, PYTHON, "run", **options) == expected
-    assert losses(workplace / "run") == losses(workplace / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
 @pytest.mark.parametrize("seed", range(2))
 def test_five_kills_of_one_of_two_ranks(workplace, seed):
-    rng = random.Random(seed)
-    options = dict(max_steps=500)
-    expected = finish(workplace, TORCHRUN, "whole", **options)
-    newest = 0
-    for number in range(5):
-        with started(workplace, TORCHRUN, "run", **options) as process:
-            kill_at_a_random_moment(process, rng, rank=number % 2)
-        assert newest_whole(workplace / "run") >= newest
-        newest = newest_whole(workplace / "run")
-    print(f"seed {seed}: 5 kills up to step {newest}")
+    newest = kill_again_and_again(workplace, TORCHRUN, seed, [0, 1, 0, 1, 0], max_steps=500)
     assert newest > 5
-    assert finish(workplace, TORCHRUN, "run", **options) == expected
-    assert losses(workplace / "run") == losses(workplace / "whole")
 
 
 @pytest.mark.slow

@@ -30,9 +30,8 @@ def test_no_weight_is_cut_off_and_a_row_of_zeros_stays_zero():
         linear.weight[0] = 0.0
         linear.weight[1] = torch.linspace(-5, 2, 8)
     int8 = Int8Linear(linear)
-    assert int8.weight[0].eq(0).all() and int8.weight[1].min() == -127
-    restored = int8.weight.float() * int8.scale[:, None]
-    assert torch.allclose(restored, linear.weight, atol=5 / 127 / 2 + 1e-6)
+    assert int8.rounded[0].eq(0).all() and int8.rounded[1].min() == -127
+    assert torch.allclose(int8.weight, linear.weight, atol=5 / 127 / 2 + 1e-6)
 
 
 def test_a_quantized_model_generates_and_a_tied_embedding_stays_exact():
@@ -43,3 +42,13 @@ def test_a_quantized_model_generates_and_a_tied_embedding_stays_exact():
     assert torch.equal(model.model.embed_tokens.weight, embedding)
     batch = generate(model, [[1, 2, 3], [4]], 10, temperature=0)
     assert [len(ids) for ids in batch] == [10, 10]
+
+
+def test_the_loss_of_a_quantized_model_is_that_of_its_logits():
+    model = quantize_int8(random_model(tiny()).to(torch.bfloat16))
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    with torch.no_grad():
+        loss_sum, _ = model(ids, labels=ids)
+        logits = model(ids)[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    assert abs(loss_sum - expected) < 0.02 * expected
