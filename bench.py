@@ -197,10 +197,13 @@ def bench_loop(config_file: str, steps: int = 200) -> None:
         never = [f"--{name}=1000000" for name in ("eval_every", "save_every")]
         config = parse_config(TrainConfig, [config_file, f"--max_steps={steps}", *options, *never])
         config.eval_batches, config.sample_tokens = 1, 0
-        take_step, bare, ours, between = train.take_step, [], [], []
+        take_step = train.take_step
+        bare: list[float] = []
+        ours: list[float] = []
+        between: list[float] = []
         ended = None
 
-        def alternate(forward, optimizers, scaler, window, machine, config, stop):
+        def alternate(forward, optimizers, scaler, window, machine, config, stop=None):
             nonlocal ended
             started = time.perf_counter()
             if ended is not None:

@@ -88,8 +88,10 @@ def load_model(path: str | None, device: torch.device | str, dtype: torch.dtype 
     tokenizer = Tokenizer.load(directory)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"{directory}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's "
-            f"embedding only {model.config.vocab_size} rows; they are not of the same model"
+            f"{directory}: its tokenizer has {tokenizer.vocab_size} ids, but the embedding only "
+            f"{model.config.vocab_size} rows: put the tokenizer.json there that these weights were "
+            f"trained with, or train a new model with this one: --tokenizer={directory} "
+            f"and no --init_from"
         )
     return model, tokenizer, directory
 

@@ -101,6 +101,8 @@ class TrainConfig:
     """Peak learning rate; with muon, of the blocks' matrices."""
     embedding_learning_rate: float | None = None
     """With muon: peak learning rate of AdamW for the rest. None: as learning_rate."""
+    momentum: float = 0.95
+    """With muon: the share of the past in the direction of a step. Short runs want less of it."""
     weight_decay: float = 0.1
     """Decoupled decay, of matrices only."""
     grad_clip: float = 1.0
@@ -352,6 +354,8 @@ def check_values(config: TrainConfig) -> None:
     for name in ("rope_theta", "rms_norm_eps"):
         if getattr(config, name) <= 0:
             raise UserError(f"{name} = {getattr(config, name)}, but it must be above 0")
+    if not 0 <= config.momentum < 1:
+        raise UserError(f"momentum = {config.momentum}, but it must be at least 0 and below 1")
     for name in ("val_fraction", "decay_fraction"):
         if not 0 < getattr(config, name) < 1:
             raise UserError(f"{name} = {getattr(config, name)}, but it must be between 0 and 1")

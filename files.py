@@ -7,6 +7,7 @@ in the directory, and is named in the sentence about what is wrong with it.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 LARGEST_JSON = 4 << 20  # bytes; the index of a 32B model in shards has 60,000
 DEEPEST_JSON = 40  # levels
@@ -40,7 +41,7 @@ def is_deeper(value: object, levels: int) -> bool:
 
     Python reads a thousand levels and then fails to write or print them, at any later time.
     """
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(levels + 1):
         level = [v for v in level if isinstance(v, dict | list)]
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]

@@ -52,7 +52,8 @@ def _taken_now(descriptor: int) -> bool:
         if fcntl:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         elif msvcrt:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # the first byte, which need not exist
+            # The first byte, which need not exist. mypy reads msvcrt as Linux has it: empty.
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
     except OSError as error:
         if error.errno in NO_LOCKS_HERE:
             return True

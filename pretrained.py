@@ -10,9 +10,10 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from files import own_file, read_json, shown
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from model import GPTConfig  # which imports this file
 
 # What is written besides the shape, so that transformers opens the directory as Qwen3.
 QWEN3 = {
@@ -100,7 +102,7 @@ def check_numbers(values: dict) -> None:
         raise ValueError(f"tie_word_embeddings must be true or false, not {shown(tied)}")
 
 
-def read_config(directory: Path, from_dict: Callable[[dict], Config]) -> Config:
+def read_config(directory: Path, from_dict: "Callable[[dict], GPTConfig]") -> "GPTConfig":
     """from_dict of the directory's config.json; ValueError that names the file and the field.
 
     What it claims is compared with what is stored before a model of that shape is built, though it
@@ -135,6 +137,8 @@ def write(directory: Path, config: dict, tensors: dict[str, Tensor]) -> None:
     (directory / "config.json").write_text(content + "\n", encoding="utf-8", newline="\n")
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    # It is written through a temporary file, which only its owner may read.
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
 
 
 def read(
@@ -232,7 +236,7 @@ def tensor_files(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
             names = sorted(set(read_json(directory, index.name)["weight_map"].values()))
         except (TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files ({error})") from error
-    where = {}
+    where: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for name in names:
         # A bare name: a path could lead out of the directory.
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):

@@ -109,8 +109,9 @@ class Report:
         self.lost_lines = 0  # of metrics.jsonl, for want of room
         self.device, self.peak = device, peak
         self.flops = 0
-        self.mark = None  # where speeds are measured from: (clock, tokens, targets, FLOP)
-        self.speeds = {}
+        # Where speeds are measured from: (clock, tokens, targets, FLOP).
+        self.mark: tuple[float, int, int, int] | None = None
+        self.speeds: dict[str, float] = {}
         self.bar = tqdm(
             total=config.max_steps,
             initial=start_step,

@@ -9,13 +9,15 @@ exist only while the block computes, so a model may be larger than one device. R
 
 import shutil
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import UserError
@@ -24,7 +26,9 @@ from model import GPT
 # ------------------------------------------------------------------------------------ the model
 
 
-def shard_model(whole: GPT, device: torch.device, dtype: torch.dtype, compile: bool) -> GPT:
+def shard_model(
+    whole: GPT, device: torch.device, dtype: torch.dtype, compile: bool, dynamic: bool
+) -> GPT:
     """The same model in fp32 parts on the devices of all processes: block by block, then the rest.
 
     whole: with its weights in the first process, on the meta device in the others. They go over one
@@ -42,7 +46,8 @@ def shard_model(whole: GPT, device: torch.device, dtype: torch.dtype, compile: b
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for block in model.model.layers:
         if compile:
-            block.forward = torch.compile(block.forward)  # what lies between gathering and freeing
+            # what lies between gathering and freeing
+            block.forward = torch.compile(block.forward, dynamic=dynamic)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)  # each process makes room for its parts alone
@@ -53,7 +58,7 @@ def shard_model(whole: GPT, device: torch.device, dtype: torch.dtype, compile: b
             tensor = tensor.to(device)
         else:
             tensor = torch.empty_like(tensor, device=device)
-        part.data.copy_(distribute_tensor(tensor, mesh, part.placements))
+        part.data.copy_(distribute_tensor(tensor, mesh, cast(DTensor, part).placements))
     return model
 
 
@@ -63,10 +68,10 @@ def gather_model(model: GPT) -> GPT | None:
     All processes call it. The tensors are gathered one by one: a device holds its parts and one
     whole tensor at a time.
     """
-    model.reshard()  # an evaluation leaves what is outside the blocks whole
+    cast(FSDPModule, model).reshard()  # an evaluation leaves what is outside the blocks whole
     tensors = {}
     for name, part in model.named_parameters():
-        tensor = part.detach().full_tensor()
+        tensor = cast(DTensor, part.detach()).full_tensor()
         if dist.get_rank() == 0:
             tensors[name] = tensor.cpu()
     if dist.get_rank() != 0:
@@ -151,7 +156,8 @@ def read_moments(
     moments = {}
     try:
         reader = dcp.HuggingFaceStorageReader(str(directory))
-        for name, stored in reader.read_metadata().state_dict_metadata.items():
+        metadata = reader.read_metadata().state_dict_metadata
+        for name, stored in cast(dict[str, TensorStorageMetadata], metadata).items():
             parameter = parameter_of(name, parameters)
             if stored.size not in (parameter.shape, torch.Size([])):  # (): AdamW counts its steps
                 raise ValueError(f"{name} is {list(stored.size)}, not {list(parameter.shape)}")

@@ -19,6 +19,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from data.dataset import TokenRows, load_dataset, training_texts
 from data.tokenizer import Tokenizer
 from machine import Machine, launcher
 from model import GPT, GPTConfig
+from muon import Muon
 from report import Report, forward_flops, peak_flops
 from sample import generate
 
@@ -96,7 +98,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     say(f"training    {train_rows.report}")
     say(f"validation  {val_rows.report}")
     size = (config.batch_size, config.max_seq_len)
-    ranks = {"rank": machine.rank, "world_size": machine.world_size}
+    ranks: dict = {"rank": machine.rank, "world_size": machine.world_size}
     train_batches = Batches(train_rows, *size, seed=config.seed, **ranks)
     val_batches = Batches(val_rows, *size, seed=0, shuffle=False, **ranks)
 
@@ -114,11 +116,16 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     compiled = config.compile
     if compiled is None:
         compiled = machine.device.type == "cuda"
-    model, forward = place(model, machine, compiled)
+    shapes = train_batches.shapes
+    model, forward = place(model, machine, compiled, dynamic=len(shapes) > 1)
     model.config.dropout = config.dropout
     model.config.attention = config.attention
     model.model.recompute_activations = config.recompute_activations
-    say(f"model       {model.num_parameters():,} parameters{', compiled' if compiled else ''}")
+    model.train()
+    say(f"model       {model.num_parameters():,} parameters")
+    if compiled:
+        say(f"compiling   for batches of {len(shapes)} shapes")
+        compile_ahead(forward, shapes, machine)
 
     # 4. the optimizers
 
@@ -158,7 +165,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
 
     def save() -> Path | None:
         """Write a checkpoint; its directory in the main process, None in the others."""
-        state = {
+        state: dict = {
             "progress": asdict(progress),
             "optimizers": None,  # in parts, if the model is
             "scaler": scaler.state_dict(),
@@ -198,7 +205,6 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     bad_in_a_row = 0
     saved_in = resume_from
     stopping = False
-    model.train()
     while progress.step < config.max_steps and not stopping:
         # Dropout is a function of (seed, step, rank): nothing of it to save, and resuming is exact.
         machine.seed((config.seed * 1_000_003 + progress.step) * 1_009 + machine.rank)
@@ -259,7 +265,6 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
         if last or stopping or due:
             saved_in = save()
     report.close()
-    stop.stop_listening()
 
     # the end
 
@@ -273,6 +278,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
         say(f"curve       {run / 'loss.png'}")
         say(f"sample      {sample_command(config, train_rows)}")
     machine.stop()
+    stop.stop_listening()
 
 
 # --------------------------------------------------------------------------------- 2. the data
@@ -385,18 +391,44 @@ def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
         raise UserError(str(error)) from error
 
 
-def place(model: GPT, machine: Machine, compiled: bool) -> tuple[GPT, torch.nn.Module]:
-    """(the model on its device, what to call to train it): compiled, and for several processes."""
+def place(
+    model: GPT, machine: Machine, compiled: bool, dynamic: bool = False
+) -> tuple[GPT, torch.nn.Module]:
+    """(the model on its device, what to call to train it): compiled, and for several processes.
+
+    dynamic: batches have several shapes, and one compilation is to serve them all.
+    """
     if machine.sharded:
         import sharding  # here and below: it takes a second or two to import
 
-        model = sharding.shard_model(model, machine.device, machine.dtype, compiled)
+        model = sharding.shard_model(model, machine.device, machine.dtype, compiled, dynamic)
         return model, model
     model = model.to(machine.device)
-    forward = torch.compile(model) if compiled else model
+    forward = cast(torch.nn.Module, torch.compile(model)) if compiled else model
     if machine.world_size > 1:
         forward = DistributedDataParallel(forward)
     return model, forward
+
+
+def compile_ahead(
+    forward: torch.nn.Module, shapes: list[tuple[int, int]], machine: Machine
+) -> None:
+    """Compile forward and backward now, for every shape (B, T) that is to come, in this order.
+
+    The code depends on the shape that is met first. A resumed run begins with another batch than
+    the run that was never stopped, so left to chance they would differ in the last bits.
+    The batches have no targets, so that no gradient but zero comes of them.
+    """
+    for shape in shapes:
+        input_ids = torch.zeros(shape, dtype=torch.long, device=machine.device)
+        labels = torch.full_like(input_ids, -100)
+        if len(shapes) > 1:  # one graph for all. Not dynamic=True, for which eps is a variable too
+            torch._dynamo.maybe_mark_dynamic(input_ids, [0, 1])
+            torch._dynamo.maybe_mark_dynamic(labels, [0, 1])
+        with machine.autocast():
+            loss_sum, _ = forward(input_ids, labels=labels)
+        loss_sum.backward()
+    forward.zero_grad()
 
 
 # --------------------------------------------------------------------------- 4. the optimizers
@@ -405,27 +437,20 @@ def place(model: GPT, machine: Machine, compiled: bool) -> tuple[GPT, torch.nn.M
 def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """AdamW for everything; or Muon for the matrices of the blocks and AdamW for the rest.
 
-    Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, so
-    that rare directions move as far as common ones. It is meant for hidden matrices: an embedding's
-    rows are looked up, not multiplied. With "match_rms_adamw" (Liu et al. 2025, section 2.2) its
-    steps have AdamW's size, so both share their scale of learning rates and weight decay.
+    Muon (muon.py) is meant for hidden matrices: an embedding's rows are looked up, not multiplied.
+    Its steps have AdamW's size, so both share their scale of learning rates and weight decay.
     """
     hidden = [p for p in model.model.layers.parameters() if p.dim() == 2]
     is_hidden = {id(p) for p in hidden}
     tables = [p for p in model.parameters() if p.dim() == 2 and id(p) not in is_hidden]
     norms = [p for p in model.parameters() if p.dim() == 1]
     rest_lr = config.learning_rate
-    optimizers = []
+    optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         if config.embedding_learning_rate is not None:
             rest_lr = config.embedding_learning_rate
-        muon = torch.optim.Muon(
-            hidden,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        optimizers.append(muon)
+        settings = (config.learning_rate, config.weight_decay, config.momentum)
+        optimizers.append(Muon(hidden, *settings))
     else:
         tables = hidden + tables
     groups = [
@@ -516,7 +541,7 @@ def take_step(
         input_ids, labels = machine.move(batch["input_ids"]), machine.move(batch["labels"])
         # DDP averages gradients over processes: once, with the last micro-batch. FSDP does with
         # each, since no process has room for a whole gradient.
-        wait = contextlib.nullcontext()
+        wait: contextlib.AbstractContextManager = contextlib.nullcontext()
         if isinstance(forward, DistributedDataParallel) and number < len(window) - 1:
             wait = forward.no_sync()
         with wait:
@@ -531,7 +556,7 @@ def take_step(
     max_norm = config.grad_clip if config.grad_clip > 0 else math.inf
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     if machine.sharded:
-        grad_norm = grad_norm.full_tensor()
+        grad_norm = grad_norm.full_tensor()  # type: ignore[attr-defined]  # it is a DTensor
     asked = machine.numbers(stop is not None and stop.asked)
     sums = machine.sum(torch.cat([loss.to(asked.dtype)[None], asked]))
     # The one place in a step where the host waits for the device.
@@ -569,8 +594,8 @@ def evaluate(model: GPT, batches: Batches, limit: int | None, machine: Machine) 
                 model(machine.move(batch["input_ids"]), labels=machine.move(batch["labels"]))
             )
     # (batches, 2), summed in float64, which not every device has
-    sums = torch.stack([torch.stack([loss_sum, targets]) for loss_sum, targets in sums])
-    loss_sum, targets = machine.sum(sums.cpu().double().sum(0)).tolist()
+    table = torch.stack([torch.stack([loss_sum, targets]) for loss_sum, targets in sums])
+    loss_sum, targets = machine.sum(table.cpu().double().sum(0)).tolist()
     return loss_sum / max(targets, 1)
 
 
@@ -606,7 +631,7 @@ def sample_text(
 
 class StopSignal:
     """Ctrl-C and SIGTERM ask the loop to finish its step, save and end. Twice: end at once, but not
-    if `patient`: torchrun hands on the Ctrl-C that the terminal has sent to each process already.
+    if `patient`: of several processes, each may get one from the terminal and one from torchrun.
     """
 
     def __init__(self, patient: bool = False):

@@ -12,6 +12,7 @@ that only one batch of an epoch, of the largest length, can have missing rows.
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class Batches:
         self.shapes = sorted({(-(-size // world_size), length) for size, length in sizes})
         self.padding = 1 - int(rows.lengths.sum(dtype=np.int64)) / self._plan.positions
 
-    def __getitem__(self, g: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, g: int) -> dict[str, Any]:
         if g < 0:
             raise IndexError(f"batch number ({g}) must not be negative")
         chosen, length = self._plan.batch(g)
@@ -98,10 +99,11 @@ class Batches:
         chosen, _ = self._plan.batch(g)
         return chosen[chosen >= 0]
 
-    def stream(self, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    def stream(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """batches[start], batches[start + 1], ... without end, made ahead by a thread. What the
         thread raises is raised here; the thread ends when the iterator is closed or forgotten."""
-        ready, closed = queue.Queue(PREFETCHED), threading.Event()
+        ready: queue.Queue = queue.Queue(PREFETCHED)
+        closed = threading.Event()
         worker = threading.Thread(
             target=_fill, args=(self, start, ready, closed), name="batches", daemon=True
         )
@@ -233,7 +235,7 @@ def choose_lengths(row_lengths: np.ndarray, most: int, fewest_rows: int = 1) -> 
     step = np.where(between >= fewest_rows, between * candidates[None, :], FORBIDDEN)
     best = np.where(below >= fewest_rows, below * candidates, FORBIDDEN)
     best[-1] = len(row_lengths) * longest
-    previous = []
+    previous: list[np.ndarray] = []
     while best[-1] > tokens / (1 - ENOUGH_PADDING) and len(previous) < most - 1:
         cost = best[:, None] + step
         before = cost.argmin(0)

@@ -26,7 +26,7 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -346,7 +346,7 @@ def _tokenize(chunk: Chunk, job: _Job) -> _Tokenized:
 
 
 def _is_in(value: int, ordered: np.ndarray) -> bool:
-    i = np.searchsorted(ordered, np.uint64(value))
+    i = int(np.searchsorted(ordered, np.uint64(value)))
     return i < len(ordered) and int(ordered[i]) == value
 
 
@@ -359,12 +359,12 @@ def _encode(row: Row, job: _Job) -> tuple[np.ndarray, np.ndarray, list[tuple[int
         spans = [(start, min(limit, len(ids) - start)) for start in starts]
         return ids, np.ones(len(ids), np.uint8), spans, False
     messages, cut = row.messages, False
-    ids, supervised = job.tokenizer.render_chat(messages)
-    while len(ids) > limit and (shorter := _without_oldest_turn(messages)):
+    chat_ids, supervised = job.tokenizer.render_chat(messages)
+    while len(chat_ids) > limit and (shorter := _without_oldest_turn(messages)):
         messages, cut = shorter, True
-        ids, supervised = job.tokenizer.render_chat(messages)
-    cut |= len(ids) > limit
-    ids = np.array(ids[:limit], _dtype(job.tokenizer))
+        chat_ids, supervised = job.tokenizer.render_chat(messages)
+    cut |= len(chat_ids) > limit
+    ids = np.array(chat_ids[:limit], _dtype(job.tokenizer))
     return ids, np.array(supervised[:limit], np.uint8), [(0, len(ids))], cut
 
 
@@ -498,7 +498,7 @@ def _tokenized(chunks: Iterator[Chunk], job: _Job, workers: int) -> Iterator[_To
     # spawn: a fork would copy the threads' locks of torch in whatever state they are
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
-    pending = deque()
+    pending: deque[Future[_Tokenized]] = deque()
     try:
         for chunk in chunks:
             if chunk.whole:  # too large to send

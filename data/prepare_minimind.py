@@ -31,7 +31,8 @@ def prepare(
     path = directory / FILES[stage]
     with alone_in(directory):
         fetch(f"{source}/{path.name}", path)
-    kinds, problems = Counter(), []
+    kinds: Counter[str] = Counter()
+    problems: list[str] = []
     for chunk in read_chunks(find_sources(path)[0][0]):
         for number, item in chunk.items:
             try:

@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from config import UserError
 from files import is_deeper
@@ -71,7 +72,7 @@ class Source:
 
     name: str  # as the person named it, for reports and errors
     path: Path | None = None
-    rows: object = None  # a datasets.Dataset
+    rows: Any = None  # a datasets.Dataset, whose library is imported only for it
 
     @property
     def size(self) -> int:
@@ -107,7 +108,7 @@ def place(name: str, unit: str, number: int) -> str:
     return f"{name}, {unit} {number}" if number else name
 
 
-def sentence(chunk: Chunk, number: int, error: RowError) -> str:
+def sentence(chunk: Chunk, number: int, error: ValueError) -> str:
     """The whole message about a bad row, or a bad file (number 0)."""
     text = str(error).removesuffix(".")
     colon = ", " if text.startswith("field ") else ": "
@@ -389,7 +390,7 @@ def _read_csv(source: Source) -> Iterator[Chunk]:
                 if names is None:
                     names = values
                     continue
-                item = dict(zip(names, values, strict=False))
+                item: dict[str, str] | RowError = dict(zip(names, values, strict=False))
                 if len(values) > len(names):
                     problem = f"{len(values)} values, but the first line names {len(names)} fields"
                     item = RowError(problem)
@@ -585,7 +586,8 @@ def _message(turn: dict, where: str) -> dict:
     role = ROLES[role]
     calls = _tool_calls(turn, where)
     silent = calls and turn.get(content_field) is None  # a call may stand without words
-    message = {"role": role, "content": "" if silent else _string(turn, content_field, where)}
+    message: dict[str, Any] = {"role": role}
+    message["content"] = "" if silent else _string(turn, content_field, where)
     if role == "assistant" and not message["content"].strip() and not calls:
         raise RowError(f"field '{where}.{content_field}': the assistant's answer is empty")
     if calls:
@@ -692,7 +694,7 @@ def _system_of(item: dict) -> list[dict]:
 
 def _unused(item: dict, *used: str) -> tuple[str, ...]:
     """The names of the other fields that hold something (0 is something; "" and [] are not)."""
-    empty = (None, "", [], {})
+    empty: tuple = (None, "", [], {})
     names = (name for name, value in item.items() if name not in used and value not in empty)
     return tuple(sorted(_short(str(name)) for name in names))
 

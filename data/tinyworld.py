@@ -21,6 +21,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from config import UserError
+from files import read_json
+from locks import waiting_lock
 
 # --------------------------------------------------------------------------------------------
 # The words. From a list one is drawn evenly, from a dict by weight.
@@ -705,42 +707,62 @@ def prepare(
     stories/train.jsonl, val.jsonl: {"text": ...} a line. stories/floor.json: {"val_nats": the
     total -ln p of val.jsonl, "val_stories": its lines}; divided by the number of targets, it is
     the loss of a perfect model. chats/train.jsonl, val.jsonl: {"messages": [...]} a line.
-    Returns at once where this very corpus lies already, and replaces another tinyworld corpus.
-    Raises UserError where the directory holds anything else.
+    Returns at once where this very corpus lies already, and replaces another tinyworld corpus. Of
+    several processes that want one in the same place, one makes it and the others wait for it.
+    Raises UserError where the directory holds anything else, or cannot be written.
     """
     directory = Path(directory).resolve()
     stamp = {"corpus": "tinyworld", "version": VERSION, "seed": seed}
     stamp |= {"num_stories": num_stories, "num_chats": num_chats}
-    there = read_stamp(directory)
-    if there == stamp:
+    if is_there(directory, stamp):
         return
+    # Beside the directory and not in it: the whole directory is what gets replaced.
+    lock = directory.with_name(f".{directory.name}.lock")
+    unfinished, replaced = (
+        directory.with_name(f".{directory.name}.{os.getpid()}.{what}")
+        for what in ("unfinished", "replaced")
+    )
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(lock, f"making {directory}"):
+            if is_there(directory, stamp):
+                return
+            write_corpus(unfinished, stamp, progress)
+            if directory.exists():
+                directory.rename(replaced)  # at once: half removed, it would look like another's
+            unfinished.rename(directory)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written: {error.strerror or error}") from error
+    finally:
+        for left in (unfinished, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def is_there(directory: Path, stamp: dict[str, Any]) -> bool:
+    """Whether this very corpus is. UserError for all but a tinyworld corpus, or nothing."""
+    try:
+        found = read_json(directory, "corpus.json")
+    except (OSError, ValueError):
+        found = {}
     in_use = any(directory.iterdir()) if directory.is_dir() else directory.exists()
-    if in_use and there.get("corpus") != "tinyworld":
+    if in_use and found.get("corpus") != "tinyworld":
         raise UserError(
             f"{directory} is there and is not a tinyworld corpus, so it is left as it is: "
             "name a directory that is new or empty"
         )
-    unfinished = directory.with_name(f".{directory.name}.{os.getpid()}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        (unfinished / "stories").mkdir(parents=True)
-        (unfinished / "chats").mkdir()
-        total = num_stories + num_chats
-        with tqdm(total=total, desc="tinyworld", unit=" texts", disable=not progress) as bar:
-            write_stories(unfinished / "stories", seed, num_stories, bar)
-            write_chats(unfinished / "chats", seed, num_chats, bar)
-        write_json(unfinished / "corpus.json", stamp)
-        if read_stamp(directory) != stamp:  # unless another process was faster
-            shutil.rmtree(directory, ignore_errors=True)
-            os.rename(unfinished, directory)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    return found == stamp
 
 
-def read_stamp(directory: Path) -> dict[str, Any]:
-    """What corpus.json says; {} where there is none."""
-    path = directory / "corpus.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def write_corpus(directory: Path, stamp: dict[str, Any], progress: bool) -> None:
+    seed, num_stories, num_chats = (stamp[n] for n in ("seed", "num_stories", "num_chats"))
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / "stories").mkdir(parents=True)
+    (directory / "chats").mkdir()
+    total = num_stories + num_chats
+    with tqdm(total=total, desc="tinyworld", unit=" texts", disable=not progress) as bar:
+        write_stories(directory / "stories", seed, num_stories, bar)
+        write_chats(directory / "chats", seed, num_chats, bar)
+    write_json(directory / "corpus.json", stamp)
 
 
 def write_stories(directory: Path, seed: int, num_stories: int, bar: tqdm) -> None:

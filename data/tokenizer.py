@@ -543,7 +543,8 @@ class ChatStyle:
         except Exception as error:  # a template is a program of somebody else: anything may happen
             problem = str(error)[:200] or type(error).__name__
             raise UserError(f"{name}: its chat template cannot be rendered: {problem}") from error
-        for prompt, *flags in itertools.product(("none", "empty", "open"), *[(False, True)] * 4):
+        switches = itertools.product((False, True), repeat=4)
+        for prompt, flags in itertools.product(("none", "empty", "open"), switches):
             style = cls(prompt, *flags)
             if style.begins and bos is None:
                 continue
@@ -559,7 +560,7 @@ class ChatStyle:
         """This style, with tools if the template writes them as Qwen3's does."""
         style = replace(self, tools=True)
         call = {"name": "f", "arguments": {"a": ["é", 1]}}
-        chat = [
+        chat: list[dict] = [
             {"role": "system", "content": "Be brief.", "tools": [{"name": "f"}, {"name": "g"}]},
             {"role": "user", "content": "Why?"},
             {"role": "assistant", "content": "See:", "tool_calls": [call, call]},

@@ -69,6 +69,17 @@ def test_transformers_opens_what_we_write(shape, dtype, tmp_path):
     assert largest_difference(logits(model.float()), logits(theirs.float())) < 1e-5
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no modes of files")
+def test_the_umask_says_who_may_read_what_we_write(tmp_path):
+    before = os.umask(0o027)
+    try:
+        random_model(tiny()).save_pretrained(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+    assert modes == {"config.json": "0o640", "model.safetensors": "0o640"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shard_size", ["10GB", "10KB"])
 @pytest.mark.parametrize("shape", SHAPES)

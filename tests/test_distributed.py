@@ -3,23 +3,25 @@
 A job is a function that all its processes run: each leaves what it found in a file, and the tests
 below compare that with what one process gives. To start processes is slow, so there are two jobs,
 of two and of four processes, that do many things each; they fork after the imports. By hand:
-python tests/test_distributed.py two 2 DIRECTORY. Only the last test goes through torchrun.
+python tests/test_distributed.py two 2 DIRECTORY. Only the last tests go through torchrun.
 """
 
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim import _muon
 
 REPO = Path(__file__).parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
@@ -27,6 +29,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 import test_train as one  # noqa: E402  what one process does
 
 import checkpoint  # noqa: E402
+import muon  # noqa: E402
 import sharding  # noqa: E402
 import train  # noqa: E402
 from config import TrainConfig, UserError  # noqa: E402
@@ -34,6 +37,7 @@ from data.batches import Batches  # noqa: E402
 from data.tokenizer import Tokenizer  # noqa: E402
 
 KINDS = ("ddp", "fsdp")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RUN = ["--max_steps=6", "--save_every=3", "--eval_every=3", "--log_every=1", "--grad_accum=2"]
 
 
@@ -110,7 +114,14 @@ def job_of_four(rank: int, processes: int) -> dict:
     return found
 
 
-JOBS = {"two": job_of_two, "four": job_of_four}
+def job_of_compiled(rank: int, processes: int) -> dict:
+    with exact_newton_schulz():
+        for kind in KINDS:
+            run(f"{kind}_compiled", f"--parallel={kind}", "--compile=True")
+    return {}
+
+
+JOBS = {"two": job_of_two, "four": job_of_four, "compiled": job_of_compiled}
 
 
 @contextlib.contextmanager
@@ -177,18 +188,9 @@ def muon_step(machine: train.Machine, batch: dict) -> dict:
 def exact_newton_schulz():
     """Muon's iteration in float64 instead of bfloat16."""
 
-    def orthogonal(grad, coefficients, steps, eps):
-        a, b, c = coefficients
-        x = grad.double()
-        x = x.T if grad.shape[0] > grad.shape[1] else x
-        x = x / x.norm().clamp(min=eps)
-        for _ in range(steps):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.T if grad.shape[0] > grad.shape[1] else x
-
+    exact = partial(muon.orthogonal, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_muon, "_zeropower_via_newtonschulz", orthogonal)
+        patch.setattr(muon, "orthogonal", exact)
         yield
 
 
@@ -220,16 +222,8 @@ def copy_of_half(finished: str, unfinished: str) -> None:
 
 def stopped_run(rank: int) -> str:
     """The last process gets a SIGTERM in step 2: where all of them stop."""
-    with pytest.MonkeyPatch.context() as patch:
-        real, calls = train.take_step, []
-
-        def terminated(*arguments):
-            calls.append(None)
-            if rank == 1 and len(calls) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return real(*arguments)
-
-        patch.setattr(train, "take_step", terminated)
+    step = 2 if rank == 1 else None
+    with one.before_step(step, lambda: one.interrupt(signal.SIGTERM)):
         run("stopped")
     return checkpoint.saved_steps(Path("stopped"))[-1].name
 
@@ -343,7 +337,7 @@ def test_blocks_in_bf16_give_the_gradient_of_autocast(two, alone):
 
 
 def test_muon_on_parts_is_muon_up_to_the_rounding_of_bf16(two, alone):
-    """torch's Muon multiplies matrices in bfloat16, parts in another order than wholes. At learning
+    """Muon multiplies matrices in bfloat16, parts in another order than wholes. At learning
     rate 0.1 that carries a weight some 2e-3 away; but from what float64 gives, where parts and
     wholes agree, one process is as far."""
     plain = muon_step(alone["machine"], one.ragged_batch())
@@ -429,8 +423,7 @@ def test_what_fails_in_one_process_ends_all_with_one_sentence(two):
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint_when_a_worker_is_killed(two, place):
     """Killed in step 5, restarted from step 3: it ends with the bits of the undisturbed run."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node=2", "--max-restarts=1", __file__, "elastic", "", "."]
+    command = [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=1", __file__, "elastic", "", "."]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=place, env=environment, capture_output=True, text=True, timeout=400
@@ -443,19 +436,67 @@ def test_torchrun_restarts_from_the_last_checkpoint_when_a_worker_is_killed(two,
 
 def killed_once() -> None:
     """What a worker of torchrun does in that test."""
-    real, calls = train.take_step, []
     first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-
-    def killed(*arguments):
-        calls.append(None)
-        if first_life and os.environ["RANK"] == "1" and len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-
-    train.take_step = killed
+    step = 5 if first_life and os.environ["RANK"] == "1" else None
     torch.set_num_threads(1)
-    with exact_newton_schulz():
+    with exact_newton_schulz(), one.before_step(step, lambda: one.interrupt(signal.SIGKILL)):
         run("elastic", "--resume")
+
+
+@pytest.mark.slow
+def test_compiled_processes_end_where_plain_ones_do(two, alone, place):
+    """Up to rounding. From step 3 to 6 the weights move by 1.5e-2."""
+    run_job("compiled", 2, place)
+    expected = end_of(place / "alone")
+    for kind in KINDS:
+        compiled = f"{kind}_compiled"
+        assert farthest(end_of(place / compiled), expected) < 1e-5
+        for name in ("loss", "grad_norm"):
+            figures = [line[name] for line in one.metrics(place / "alone")]
+            assert [line[name] for line in one.metrics(place / compiled)] == pytest.approx(figures)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="groups of processes and their signals are POSIX's")
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["torchrun", "its group"])
+def test_ctrl_c_through_torchrun_saves_and_says_how_to_go_on(place, send):
+    """The real program. A terminal signals the whole group; torchrun hands the signal on."""
+    run = place / f"interrupted_by_{send.__name__}"
+    flags = ["--data=corpus", f"--out_dir={run}", *one.SHAPE, *one.QUICK, "--log_every=1"]
+    flags += ["--max_steps=1000000", "--save_every=1000000", "--eval_every=1000000"]
+    command = [*TORCHRUN, "--nproc_per_node=2", str(REPO / "train.py"), *flags]
+    options = dict(cwd=place, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
+    log = place / f"{run.name}.log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, **options
+        ) as job,
+    ):
+        wait_for_first_step(run, job)
+        send(job.pid, signal.SIGINT)
+        printed, _ = job.communicate(timeout=100)
+    assert job.returncode == 1 and "SignalException" in log.read_text()  # torchrun has it so
+    [step] = checkpoint.saved_steps(run)
+    checkpoint.load_model(str(step), "cpu", None)  # both compare the checksums first
+    state = checkpoint.load_training_state(step)
+    assert state["progress"]["step"] == one.metrics(run)[-1]["step"] == int(step.name[5:])
+    [said] = [line for line in printed.splitlines() if line.startswith("go on with")]
+    launcher, *rest = shlex.split(said.removeprefix("go on with"))
+    assert launcher == "torchrun" and rest[0] == "--nproc_per_node=2" and rest[-1] == "--resume"
+    few_more = state["progress"]["step"] + 3
+    done = subprocess.run(
+        [*TORCHRUN, *rest, f"--max_steps={few_more}"], capture_output=True, timeout=100, **options
+    )
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.saved_steps(run)[-1].name == f"step_{few_more:08d}"
+
+
+def wait_for_first_step(run: Path, job: subprocess.Popen) -> None:
+    metrics = run / "metrics.jsonl"
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert job.poll() is None, "it ended before its first step"
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,8 @@ import pytest
 from config import UserError
 from data import tinyworld
 from data.tinyworld import ANIMALS, BOYS, COLOURS, GIRLS, LOOKS, NOUNS, PLACES, WHEN
+
+ROOT = Path(__file__).parents[1]
 
 PEOPLE = GIRLS + BOYS
 
@@ -919,11 +924,48 @@ def test_a_killed_prepare_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tinyworld, "write_chats", killed)
     with pytest.raises(KeyboardInterrupt):
         tinyworld.prepare(tmp_path / "new", num_stories=100, num_chats=31, progress=False)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".new.lock"]  # which holds nothing
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from data import tinyworld
+tinyworld.write_stories = None  # it must not write any
+tinyworld.prepare(Path(sys.argv[1]), num_stories=100, num_chats=31, progress=False)
+"""
+
+
+def test_of_two_processes_one_makes_the_corpus_and_the_other_waits(tmp_path, monkeypatch):
+    """Ours writes only when the other one has said that it waits, and replaces another corpus."""
+    small = {"num_stories": 100, "num_chats": 31, "progress": False}
+    world, write, others = tmp_path / "world", tinyworld.write_stories, []
+    tinyworld.prepare(world, seed=1, **small)
+
+    def write_while_another_waits(*arguments):
+        command = [sys.executable, "-c", OTHER, str(world)]
+        other = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        others.append(other)
+        assert other.stderr.readline() == f"another process is making {world}; waiting for it\n"
+        write(*arguments)
+
+    monkeypatch.setattr(tinyworld, "write_stories", write_while_another_waits)
+    tinyworld.prepare(world, **small)
+    (other,) = others
+    assert other.communicate(timeout=120)[1] == "" and other.returncode == 0
+    assert json.loads((world / "corpus.json").read_text())["seed"] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".world.lock", "world"]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="file/world cannot be written: "):
+        tinyworld.prepare(tmp_path / "file" / "world", num_stories=100, num_chats=31)
 
 
 def test_prepare_leaves_the_files_of_others_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("my only copy")
+    (tmp_path / "corpus.json").write_text("{")
     with pytest.raises(UserError, match="not a tinyworld corpus"):
         tinyworld.prepare(tmp_path, num_stories=100, num_chats=31, progress=False)
     with pytest.raises(UserError, match="not a tinyworld corpus"):

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 import checkpoint
+import sharding
 import train
 from config import TrainConfig, UserError, parse_config, run_program
 from data.batches import Batches
@@ -59,6 +61,40 @@ def digest(step: Path) -> str:
 
 def metrics(out_dir: str) -> list[dict]:
     return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def before_step(number: int, act):
+    """Within the block, act() is called before the training step of this number, from 1 on."""
+    with pytest.MonkeyPatch.context() as patch:
+        real, calls = train.take_step, []
+
+        def take_step(*arguments):
+            calls.append(None)
+            if len(calls) == number:
+                act()
+            return real(*arguments)
+
+        patch.setattr(train, "take_step", take_step)
+        yield
+
+
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+def killed() -> None:
+    raise KeyboardInterrupt
+
+
+def assert_same_end(step: Path, other: Path) -> None:
+    """The same weights and the same optimizer state, bit for bit."""
+    assert step.name == other.name
+    assert digest(step) == digest(other)
+    states = [checkpoint.load_training_state(s)["optimizers"] for s in (step, other)]
+    first, second = map(sharding.named, states)
+    assert first.keys() == second.keys() and len(first) > 2
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def failure(capsys, *arguments: str) -> str:
@@ -139,26 +175,52 @@ def test_inv12_resuming_gives_the_bits_of_the_undisturbed_run(corpus, optimizer)
     flags = [f"--optimizer={optimizer}", "--dropout=0.1", "--grad_accum=2", "--schedule=wsd"]
     flags += ["--save_every=7", "--eval_every=5", "--log_every=1", "--max_steps=14"]
     whole = run(corpus, "whole", *flags)
-    with pytest.MonkeyPatch.context() as patch:
-        # Killed in step 10: after the checkpoint of step 7, with steps 8 and 9 already logged.
-        real, calls = train.take_step, []
-
-        def killed(*arguments):
-            calls.append(None)
-            if len(calls) == 10:
-                raise KeyboardInterrupt
-            return real(*arguments)
-
-        patch.setattr(train, "take_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(corpus, "halves", *flags)
+    # After the checkpoint of step 7, with steps 8 and 9 already logged.
+    with before_step(10, killed), pytest.raises(KeyboardInterrupt):
+        run(corpus, "halves", *flags)
     assert [step.name for step in checkpoint.saved_steps(Path("halves"))] == ["step_00000007"]
     resumed = run(corpus, "halves", *flags, "--resume=True")
-    assert resumed.name == whole.name == "step_00000014"
-    assert digest(resumed) == digest(whole)
+    assert whole.name == "step_00000014"
+    assert_same_end(resumed, whole)
     for name in ("loss", "val_loss", "lr", "grad_norm", "tokens", "targets"):
         first = [line.get(name) for line in metrics("whole")]
         assert [line.get(name) for line in metrics("halves")] == first
+
+
+@pytest.fixture(scope="module")
+def code_caches(tmp_path_factory) -> list[Path]:
+    """Where torch.compile keeps its code: one for runs that are not stopped, one for resumed ones,
+    as if these went on elsewhere."""
+    return [tmp_path_factory.mktemp("code") for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_inv12_a_compiled_run_resumes_with_the_same_bits(
+    corpus, monkeypatch, code_caches, optimizer
+):
+    """Though the resumed process compiles again, and begins with a batch of another shape."""
+    flags = [f"--optimizer={optimizer}", "--dropout=0.1", "--grad_accum=2", "--max_steps=14"]
+    flags += ["--save_every=7", "--eval_every=7", "--compile=True", "--num_hidden_layers=1"]
+    rows, _, _ = train.load_rows(
+        TrainConfig(data=str(corpus), max_seq_len=24), train.Tokenizer.load("bytes")
+    )
+    batches = Batches(rows, 4, 24, seed=1337)
+    assert len(batches.shapes) > 1
+    assert batches[0]["input_ids"].shape != batches[14]["input_ids"].shape
+
+    def run_compiled(out_dir: str, cache: Path, *more: str) -> Path:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        torch.compiler.reset()
+        counters.clear()
+        step = run(corpus, out_dir, *flags, *more)
+        assert counters["stats"]["unique_graphs"] == 1  # for batches of all shapes
+        return step
+
+    whole = run_compiled("whole", code_caches[0])
+    with before_step(10, killed), pytest.raises(KeyboardInterrupt):
+        run_compiled("halves", code_caches[0])
+    assert_same_end(run_compiled("halves", code_caches[1], "--resume"), whole)
 
 
 def test_resume_keeps_the_runs_own_options(corpus):
@@ -182,14 +244,7 @@ def test_resume_where_there_is_no_run_starts_one(corpus):
 def test_ctrl_c_finishes_the_step_saves_and_resumes_exactly(corpus, capsys):
     flags = ["--max_steps=6", "--save_every=100", "--eval_every=100"]
     whole = run(corpus, "whole", *flags)
-    with pytest.MonkeyPatch.context() as patch:
-        real = train.take_step
-
-        def interrupted(*arguments):
-            os.kill(os.getpid(), signal.SIGINT)
-            return real(*arguments)
-
-        patch.setattr(train, "take_step", interrupted)
+    with before_step(1, interrupt):
         stopped = run(corpus, "stopped", *flags)
     assert stopped.name == "step_00000001"
     assert "--resume" in capsys.readouterr().out
@@ -464,6 +519,18 @@ def test_init_from_uses_the_checkpoints_weights_shape_and_tokenizer(corpus):
         + ["--max_steps=1", "--learning_rate=0", "--device=cpu", "--sample_tokens=0"]
     )
     assert digest(first) == digest(checkpoint.saved_steps(Path("out/b"))[-1])
+
+
+def test_a_tokenizer_that_does_not_fit_the_weights_is_refused_with_the_mend(corpus, capsys):
+    GPT(GPTConfig(64, 16, 1, 2, 24)).save_pretrained("other")
+    train.Tokenizer.load("bytes").save(Path("other"))
+    flags = [f"--data={corpus}", "--device=cpu", "--out_dir=out/a", "--max_seq_len=24"]
+    said = failure(capsys, *flags, "--init_from=other")
+    assert "other: its tokenizer has 260 ids, but the embedding only 64 rows" in said
+    assert "--tokenizer=other and no --init_from" in said
+    run(corpus, "out/a", "--max_steps=1", "--tokenizer=other")
+    said = failure(capsys, *flags, "--out_dir=out/b", "--init_from=out/a", "--tokenizer=bytes")
+    assert "out/a comes with its own" in said and "leave --tokenizer out" in said
 
 
 @pytest.mark.parametrize(
