@@ -22,6 +22,7 @@ batch_size = 12
 optimizer = "muon"
 learning_rate = 1e-2
 embedding_learning_rate = 3e-3
+momentum = 0.8
 warmup_steps = 100
 
 eval_every = 500

@@ -61,6 +61,7 @@ COMMANDS = {
     ),
     "python bench.py loss": "tests/test_readme.py::test_the_loss_takes_the_memory_that_is_stated",
     "python bench.py train": BENCH,
+    "python bench.py train --rounds=9": BENCH,
     "python bench.py decode": BENCH,
     "python bench.py decode --rounds=1": BENCH,
     "python bench.py decode --rounds=1 --checkpoint=out/tiny": BENCH,
