@@ -33,7 +33,8 @@ import train
 from checkpoint import load_model
 from config import TrainConfig, parse_config
 from evaluate import WORLD, story_loss
-from model import GPT, GPTConfig, Linear, LinearCrossEntropy
+from loss import LinearCrossEntropy
+from model import GPT, GPTConfig, Linear
 from quantize import Int8Linear, quantize_int8
 from report import forward_flops
 from sample import COMPILE_AFTER, generate, generate_stream

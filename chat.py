@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from config import UserError
 from data.tokenizer import Tokenizer
-from model import KVCache
+from kv_cache import KVCache
 
 if TYPE_CHECKING:
     from sample import Writer

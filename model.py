@@ -2,11 +2,13 @@
 
 Read it top to bottom; things stand in the order in which a token meets them:
   1. GPTConfig           the shape of a model, with the field names of a Qwen3 config.json
-  2. RoPE, KVCache       where a token is, and what it remembers
-  3. AttentionPlan       who may look at whom: decided once per forward, here and nowhere else
-  4. RMSNorm, Attention, MLP, Block
-  5. the loss            which never holds all the logits
-  6. GPT                 initialisation, forward, decode_step, checkpoints (files: pretrained.py)
+  2. AttentionPlan       who may look at whom: decided once per forward, here and nowhere else
+  3. attend              attention itself, by torch's kernels and in the open
+  4. RMSNorm, Attention, MLP, Block, Decoder
+  5. GPT                 initialisation, forward with its loss, decode_step, checkpoints
+
+Four things have a file of their own: where a token is (rope.py), what is remembered of the tokens
+so far (kv_cache.py), the loss that never holds all the logits (loss.py), files (pretrained.py).
 
 Letters in shape comments: B rows, T new tokens, S keys (past + new), C hidden_size, H query heads,
 K key/value heads, G = H / K query heads per key/value head, D head_dim, V vocab_size.
@@ -20,10 +22,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import pretrained
+from kv_cache import KVCache
+from loss import LinearCrossEntropy
+from rope import rope_tables, rotate
 
 # ------------------------------------------------------------------------------------ the shape
 
@@ -84,161 +88,6 @@ class GPTConfig:
     def from_dict(cls, config: dict) -> "GPTConfig":
         """The shape in a Hugging Face `config.json`; ValueError for another architecture."""
         return cls(**pretrained.decoder_fields(config, [field.name for field in fields(cls)]))
-
-
-# -------------------------------------------------------------------- where a token is: RoPE
-
-
-def rope_frequencies(config: GPTConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Angle per position of each rotated pair, (D/2,) fp32, and the factor on cos and sin.
-
-    RoPE (Su et al. 2021, section 3.2.2): theta ** (-2i / D). With rope_scaling, YaRN (Peng et al.
-    2023, section 3.2): slow pairs, which turn less than `beta_slow` times within the original
-    context, are slowed by `factor`; fast ones, above `beta_fast` turns, stay; a ramp in between.
-    """
-    D = config.head_dim
-    pair = torch.arange(0, D, 2, device=device, dtype=torch.float32)
-    frequencies = 1.0 / config.rope_theta ** (pair / D)
-    if config.rope_scaling is None:
-        return frequencies, 1.0
-    scaling = config.rope_scaling
-    factor = scaling["factor"]
-    original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-
-    def pair_that_turns(turns: float) -> float:
-        return D * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-
-    low = pair_that_turns(scaling.get("beta_fast") or 32)
-    high = pair_that_turns(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, D - 1)
-    ramp = (torch.arange(D // 2, device=device) - low) / max(high - low, 0.001)
-    slowed = ramp.clamp(0, 1)
-    frequencies = frequencies / factor * slowed + frequencies * (1 - slowed)
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if mscale and mscale_all and factor > 1:
-            attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (
-                0.1 * mscale_all * math.log(factor) + 1.0
-            )
-    return frequencies, attention_factor
-
-
-def rope_tables(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions (B or 1, T): two fp32 tensors (B or 1, 1, T, D/2).
-
-    Made anew in each forward, always in fp32: there is no buffer that `model.to(bfloat16)` could
-    round (at position 30,000 a bf16 angle is off by whole turns) or that meta-device
-    initialisation could leave empty.
-    """
-    frequencies, attention_factor = rope_frequencies(config, positions.device)
-    angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D/2)
-    return angles.cos() * attention_factor, angles.sin() * attention_factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of x (B, heads, T, D) by its position's angle.
-
-    This is Hugging Face's `rotate_half` pairing. Pairing neighbours (2i, 2i + 1), as the paper
-    draws it, is a different function: weights trained with one are wrong in the other.
-    """
-    first, second = x.chunk(2, dim=-1)  # (B, heads, T, D/2) each
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.type_as(x)
-
-
-# ------------------------------------------------------------------- what it remembers: KVCache
-
-
-class KVCache:
-    """Keys (after RoPE) and values of the tokens so far, preallocated, heads not repeated.
-
-    Size: 2 * layers * K * D * bytes per token and row. Every call to the model fills the next T
-    slots of every row; `real` says which slots hold tokens and not padding, so rows may differ in
-    length. A decode step moves the weights once and the visible slots once; it neither
-    concatenates nor copies what is already there. No gradient flows through the cache.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        batch_size: int,
-        max_length: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ):
-        shape = (batch_size, config.num_key_value_heads, max_length, config.head_dim)
-        # One tensor a layer: of one for all, the compiler would copy the whole to write a slot.
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.real = torch.zeros(batch_size, max_length, device=device, dtype=torch.bool)
-        self.row_lengths = torch.zeros(batch_size, device=device, dtype=torch.long)  # real tokens
-        self.length = 0  # slots filled, the same in every row; a host number: reading it is free
-        self.max_length = max_length
-        self.padded = False  # whether any row may hold padding
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.keys + self.values)
-
-    def capacity(self, length: int) -> int:
-        """The smallest of a few sizes (256, 512, 1024, ..., max_length) that holds `length`."""
-        if length > self.max_length:
-            self.check_room(len(self.real), length - self.length)
-        size = 256
-        while size < length:
-            size *= 2
-        return min(size, self.max_length)
-
-    def check_room(self, rows: int, new: int) -> None:
-        if rows != len(self.real):
-            raise ValueError(f"the cache was made for {len(self.real)} rows, but there are {rows}")
-        if self.length + new > self.max_length:
-            raise ValueError(
-                f"the cache holds {self.length} of at most {self.max_length} tokens a row: "
-                f"there is no room for {new} more; give KVCache a larger max_length"
-            )
-
-    def update(
-        self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, num_keys: int
-    ) -> tuple[Tensor, Tensor]:
-        """Write (B, K, T, D) at `slots` (T,); return views (B, K, num_keys, D) of what is there."""
-        past_keys, past_values = self.keys[layer], self.values[layer]  # (B, K, max_length, D)
-        past_keys.index_copy_(2, slots, keys.detach().to(past_keys.dtype))
-        past_values.index_copy_(2, slots, values.detach().to(past_values.dtype))
-        return past_keys[:, :, :num_keys], past_values[:, :, :num_keys]
-
-    def truncate(self, length: int) -> None:
-        """Forget all slots from `length` on: for the next turn of a chat, or for another try."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
-        self.real[:, length:] = False
-        self.row_lengths.copy_(self.real.sum(dim=1))  # in place: a CUDA graph keeps the address
-        self.length = length
-        self.padded = self.padded and length > 0
-
-    def reset(self) -> None:
-        self.truncate(0)
-
-    def copy_to(self, larger: "KVCache") -> None:
-        """Copy all slots into an empty cache of as many rows and at least this length."""
-        slots = slice(0, self.length)
-        for old, new in zip(self.keys + self.values, larger.keys + larger.values, strict=True):
-            new[:, :, slots] = old[:, :, slots]
-        larger.real[:, slots] = self.real[:, slots]
-        larger.row_lengths.copy_(self.row_lengths)
-        larger.length, larger.padded = self.length, self.padded
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only `rows` (indices), in that order; an index given twice copies its row."""
-        for layers in (self.keys, self.values):
-            for layer, tensor in enumerate(layers):  # one by one: no second cache beside the first
-                layers[layer] = tensor[rows]
-        self.real, self.row_lengths = self.real[rows], self.row_lengths[rows]
 
 
 # --------------------------------------------------------------- who may look at whom
@@ -518,61 +367,6 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-# ---------------------------------------------------------------------------------- the loss
-
-# Logits held at once, in fp32 entries: 2**26 are 256 MiB, 441 rows of Qwen3's vocabulary.
-LOGITS_AT_ONCE = 2**26
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """sum of cross_entropy(hidden @ weight.T, targets) without ever holding all the logits.
-
-    hidden (N, C), weight (V, C), targets (N,) with -100 for "not counted" -> () fp32. The gradient
-    of a chunk of rows is made while its logits are there, in the forward; the backward only scales
-    it. Matrix products run in autocast's dtype, softmax and sums in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
-        dtype = hidden.dtype
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-        with torch.autocast(hidden.device.type, enabled=False):
-            w = weight.to(dtype)
-            loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
-            if needs_grad:
-                grad_hidden = torch.empty_like(hidden)
-                grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-            start = 0
-            while start < hidden.shape[0]:  # a range of it would be compiled for each length
-                h = hidden[start : start + rows].to(dtype)  # (n, C)
-                target = targets[start : start + rows, None]  # (n, 1)
-                counted = target != -100
-                target = target.clamp(min=0)
-                logits = (h @ w.T).float()  # (n, V)
-                total = logits.logsumexp(dim=-1, keepdim=True)
-                loss += ((total - logits.gather(1, target)) * counted).sum()
-                if needs_grad:
-                    # d loss / d logits = softmax - onehot, in rows that count
-                    grad = logits.sub_(total).exp_()
-                    grad.scatter_add_(1, target, torch.full_like(total, -1.0))
-                    grad = grad.mul_(counted).to(dtype)
-                    del logits  # in bf16 grad is a copy: two of this size at once are enough
-                    grad_hidden[start : start + rows] = grad @ w
-                    grad_weight += grad.T @ h
-                start += rows
-        if needs_grad:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss: Tensor):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
-
-
 # --------------------------------------------------------------------------------- the model
 
 
@@ -584,9 +378,12 @@ class GPT(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.tie_weights()
         self.init_weights()
+
+    def tie_weights(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -692,10 +489,8 @@ class GPT(nn.Module):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `config.json` and `model.safetensors`: a Hugging Face model directory."""
-        tensors = self.state_dict()
-        if self.config.tie_word_embeddings:
-            del tensors["lm_head.weight"]  # the same tensor as embed_tokens.weight
-        pretrained.write(Path(directory), asdict(self.config), tensors)
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        pretrained.write(Path(directory), asdict(self.config), tensors)  # a tied head once
 
     @classmethod
     def from_pretrained(
@@ -712,15 +507,10 @@ class GPT(nn.Module):
         """
         directory = pretrained.local_directory(directory_or_hub_id)
         config = pretrained.read_config(directory, GPTConfig.from_dict)
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes without memory
             model = cls(config)
-        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        if config.tie_word_embeddings:
-            del expected["lm_head.weight"]
+        expected = {name: parameter.shape for name, parameter in model.named_parameters()}
         tensors = pretrained.read(directory, expected, device, dtype)
-        if config.tie_word_embeddings:
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        model.load_state_dict(tensors, assign=True)
-        if config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
+        model.load_state_dict(tensors, assign=True, strict=False)  # `read` has compared the names
+        model.tie_weights()
         return model.requires_grad_().eval()

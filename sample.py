@@ -33,7 +33,8 @@ from checkpoint import load_model
 from config import SampleConfig, UserError, choose_device, parse_config, run_program
 from data.tokenizer import Tokenizer
 from files import read_json
-from model import GPT, KVCache
+from kv_cache import KVCache
+from model import GPT
 from pretrained import physical_memory
 from quantize import quantize_int8
 

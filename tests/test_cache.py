@@ -22,7 +22,7 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import KVCache
+from kv_cache import KVCache
 
 BOTH_WAYS = pytest.mark.parametrize("way", ["sdpa", "manual"])
 MODELS = {

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from config import TrainConfig
 from machine import Machine
-from model import GPT, GPTConfig, KVCache
+from kv_cache import KVCache
+from model import GPT, GPTConfig
 import sample, train
 
 warnings.filterwarnings("ignore")

@@ -16,8 +16,9 @@ from reference import MINIMIND_3, padded_batch, peer, positions_of, random_ids, 
 import checkpoint
 import train
 from config import TrainConfig
+from kv_cache import KVCache
 from machine import Machine
-from model import GPT, AttentionPlan, KVCache, attend, open_blind
+from model import GPT, AttentionPlan, attend, open_blind
 from sample import COMPILE_AFTER, generate, generate_stream
 
 pytestmark = pytest.mark.gpu

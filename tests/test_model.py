@@ -33,22 +33,21 @@ from reference import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import loss as loss_file
 import model as model_file
+from kv_cache import KVCache
+from loss import LinearCrossEntropy
 from model import (
     GPT,
     AttentionPlan,
     GPTConfig,
-    KVCache,
-    LinearCrossEntropy,
     RMSNorm,
     attend,
     attend_manually,
     open_blind,
     plan_attention,
-    rope_frequencies,
-    rope_tables,
-    rotate,
 )
+from rope import rope_frequencies, rope_tables, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -587,7 +586,7 @@ def chunked(hidden, weight, targets):
 @pytest.fixture(params=[1, 37 * 5, 2**26], ids=["a row", "five rows", "all rows"])
 def at_once(request, monkeypatch):
     """Chunks of one row (also when V exceeds the limit), of five (13 is no multiple), of all."""
-    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", request.param)
+    monkeypatch.setattr(loss_file, "LOGITS_AT_ONCE", request.param)
 
 
 @pytest.mark.parametrize(
@@ -670,7 +669,7 @@ def test_the_loss_holds_no_more_logits_than_it_may(monkeypatch):
     config = tiny(vocab_size=500)
     model = random_model(config)
     ids = random_ids(config, 4, 33)  # 128 targets: 64,000 logits
-    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", 500 * 10)
+    monkeypatch.setattr(loss_file, "LOGITS_AT_ONCE", 500 * 10)
 
     class Watch(TorchDispatchMode):
         largest = 0

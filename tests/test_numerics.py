@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 import checkpoint
 import train
 from config import TrainConfig, UserError
+from kv_cache import KVCache
 from machine import Machine
-from model import GPT, GPTConfig, KVCache
+from model import GPT, GPTConfig
 from sample import generate
 
 FLAGS = (

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 import sample
 from config import UserError
-from model import KVCache
+from kv_cache import KVCache
 from sample import generate, generate_stream, pick, process_logits
 
 NEVER = float("-inf")
