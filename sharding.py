@@ -26,9 +26,7 @@ from model import GPT
 # ------------------------------------------------------------------------------------ the model
 
 
-def shard_model(
-    whole: GPT, device: torch.device, dtype: torch.dtype, compile: bool, dynamic: bool
-) -> GPT:
+def shard_model(whole: GPT, device: torch.device, dtype: torch.dtype, compile: bool) -> GPT:
     """The same model in fp32 parts on the devices of all processes: block by block, then the rest.
 
     whole: with its weights in the first process, on the meta device in the others. They go over one
@@ -45,9 +43,8 @@ def shard_model(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for block in model.model.layers:
-        if compile:
-            # what lies between gathering and freeing
-            block.forward = torch.compile(block.forward, dynamic=dynamic)
+        if compile:  # what lies between gathering and freeing
+            block.forward = torch.compile(block.forward)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)  # each process makes room for its parts alone
@@ -76,11 +73,10 @@ def gather_model(model: GPT) -> GPT | None:
             tensors[name] = tensor.cpu()
     if dist.get_rank() != 0:
         return None
-    if model.config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     with torch.device("meta"):
         whole = GPT(model.config)
-    whole.load_state_dict(tensors, assign=True)
+    whole.load_state_dict(tensors, assign=True, strict=False)  # a tied head is not among them
+    whole.tie_weights()
     return whole
 
 

@@ -117,7 +117,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     if compiled is None:
         compiled = machine.device.type == "cuda"
     shapes = train_batches.shapes
-    model, forward = place(model, machine, compiled, dynamic=len(shapes) > 1)
+    model, forward = place(model, machine, compiled)
     model.config.dropout = config.dropout
     model.config.attention = config.attention
     model.model.recompute_activations = config.recompute_activations
@@ -391,17 +391,12 @@ def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
         raise UserError(str(error)) from error
 
 
-def place(
-    model: GPT, machine: Machine, compiled: bool, dynamic: bool = False
-) -> tuple[GPT, torch.nn.Module]:
-    """(the model on its device, what to call to train it): compiled, and for several processes.
-
-    dynamic: batches have several shapes, and one compilation is to serve them all.
-    """
+def place(model: GPT, machine: Machine, compiled: bool) -> tuple[GPT, torch.nn.Module]:
+    """(the model on its device, what to call to train it): compiled, and for several processes."""
     if machine.sharded:
         import sharding  # here and below: it takes a second or two to import
 
-        model = sharding.shard_model(model, machine.device, machine.dtype, compiled, dynamic)
+        model = sharding.shard_model(model, machine.device, machine.dtype, compiled)
         return model, model
     model = model.to(machine.device)
     forward = cast(torch.nn.Module, torch.compile(model)) if compiled else model
@@ -422,7 +417,9 @@ def compile_ahead(
     for shape in shapes:
         input_ids = torch.zeros(shape, dtype=torch.long, device=machine.device)
         labels = torch.full_like(input_ids, -100)
-        if len(shapes) > 1:  # one graph for all. Not dynamic=True, for which eps is a variable too
+        # One graph for all: not dynamic=True, for which eps is a variable too. (FSDP's blocks, which
+        # are compiled one by one, get there by their second shape.)
+        if len(shapes) > 1:
             torch._dynamo.maybe_mark_dynamic(input_ids, [0, 1])
             torch._dynamo.maybe_mark_dynamic(labels, [0, 1])
         with machine.autocast():
