@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 
 from config import TrainConfig, UserError, read_saved_options
 from data.tokenizer import Tokenizer
-from files import own_file
+from files import own_file, read_json
 from locks import file_lock
 from model import GPT
 from pretrained import local_directory
@@ -177,10 +177,10 @@ def sweep(run: Path) -> None:
 def val_loss_of(step: Path) -> float | None:
     """The validation loss at a checkpoint; None where it is not known, or not a finite number."""
     try:
-        val_loss = json.loads((step / "step.json").read_text(encoding="utf-8"))["val_loss"]
-        return val_loss if math.isfinite(val_loss) else None
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        val_loss = read_json(step, "step.json").get("val_loss")
+    except ValueError:
         return None
+    return val_loss if isinstance(val_loss, float) and math.isfinite(val_loss) else None
 
 
 def load_training_state(step: Path) -> dict:
@@ -189,7 +189,10 @@ def load_training_state(step: Path) -> dict:
     shards = [path.relative_to(step).as_posix() for path in (step / "training_state").glob("*")]
     check(step, [file.name, *shards])
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
+            raise ValueError("it is not what a run leaves to go on from")
+        return state
     except Exception as error:  # a damaged file raises almost anything
         raise UserError(f"{file} is missing or damaged; {way_out(step)}") from error
 
@@ -208,7 +211,7 @@ def check(directory: Path, names: list[str]) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     sums = directory / SUMS
-    if not sums.is_file():
+    if not os.path.isfile(sums):
         return
     with sums.open(encoding="utf-8", errors="replace") as opened:
         written = opened.read(1 << 20).splitlines()
@@ -239,7 +242,7 @@ def way_out(step: Path) -> str:
 def read_run(run: Path) -> dict | None:
     """The options that the run in this directory was started with; None where there is no run."""
     file = run / "train_config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # unlike Path's, it bears names that no file can have
         if saved_steps(run):
             raise UserError(f"{run} holds checkpoints but no train_config.json: not a run to go on")
         return None
@@ -279,7 +282,7 @@ class RunLock(contextlib.ExitStack):
                 f"{who} is training in {self.run} now: wait until it ends, or start another run "
                 f"beside it with --out_dir={free_name(self.run)}"
             ) from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             raise UserError(f"--out_dir={self.run} cannot be written to: {error}") from error
         if make_directory and read_run(self.run) is not None:
             raise UserError(

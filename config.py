@@ -7,7 +7,6 @@ sentence instead of a traceback when the mistake is the person's.
 """
 
 import difflib
-import json
 import math
 import os
 import runpy
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
+
+from files import read_json, shown
 
 
 class UserError(ValueError):
@@ -237,7 +238,7 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
         if config.out_dir is None:
             config.out_dir = f"out/{Path(files[0]).stem if files else 'run'}"
         saved = Path(config.out_dir) / "train_config.json"
-        if config.resume and saved.is_file():
+        if config.resume and os.path.isfile(saved):  # unlike Path's, it bears any name
             # The run's own options, as it was started; flags given now go over them.
             config = replace(config, **read_saved_options(saved))
             config = tyro.cli(
@@ -249,11 +250,11 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
 def read_saved_options(file: Path) -> dict:
     """A run's train_config.json, each option checked; an option added since has its default."""
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}); the run cannot be continued") from error
+        saved = read_json(file.parent, file.name)
+    except ValueError as error:
+        raise UserError(f"{error}; the run cannot be continued") from error
     types = get_type_hints(TrainConfig)
-    if not isinstance(saved, dict) or not saved.keys() <= types.keys():
+    if not saved.keys() <= types.keys():
         raise UserError(f"{file} does not hold the options of a run; it cannot be continued")
     values: dict[str, Any] = {
         name: checked(value, types[name], f"{file}: {name}") for name, value in saved.items()
@@ -319,12 +320,12 @@ def read_config_file(path: Path, config_class: type) -> dict:
 def checked(value: object, expected: type, where: str) -> object:
     """The value, if it is of the option's type (a whole number passes for a float)."""
     allowed = get_args(expected) or (expected,)
-    if float in allowed and type(value) is int:
+    if float in allowed and type(value) is int and abs(value) < 1e300:
         return float(value)
     if not any(value == option or type(value) is option for option in allowed):
         names = [getattr(option, "__name__", repr(option)) for option in allowed]
         names = ["None" if name == "NoneType" else name for name in names]
-        raise UserError(f"{where} = {value!r}, but it must be {' or '.join(names)}")
+        raise UserError(f"{where} = {shown(value)}, but it must be {' or '.join(names)}")
     return value
 
 
@@ -335,6 +336,8 @@ def check_values(config: TrainConfig) -> None:
         checked(value, kind, name)
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} = {value}, but it must be a finite number")
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise UserError(f"{name} = {shown(value)}, but it must be below 2**31")
         if value == "":
             raise UserError(f"{name} is empty: leave --{name} out, or give it a value")
     at_least_one = "max_steps batch_size grad_accum vocab_size eval_every save_every log_every"
@@ -349,8 +352,6 @@ def check_values(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 0:
             raise UserError(f"{name} = {value}, but it must be at least 0")
-    if config.seed >= 2**31:
-        raise UserError(f"seed = {config.seed}, but it must be below 2**31")
     for name in ("rope_theta", "rms_norm_eps"):
         if getattr(config, name) <= 0:
             raise UserError(f"{name} = {getattr(config, name)}, but it must be above 0")

@@ -6,6 +6,7 @@ in the directory, and is named in the sentence about what is wrong with it.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,31 @@ def read_json(directory: Path, name: str, largest: int = LARGEST_JSON) -> dict:
     """The object in a file of the directory; ValueError, naming the file, where it holds none."""
     content, file = read_file(directory, name, largest), directory / name
     try:
-        value = json.loads(content)
+        text = content.decode("utf-8-sig")
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
     if is_deeper(value, DEEPEST_JSON):
         raise ValueError(f"{file} is nested deeper than {DEEPEST_JSON} levels")
+    if "\\ud" in text.lower():  # seldom, and then mostly whole pairs
+        for part in strings_in(value):
+            if not is_text(part):
+                raise ValueError(f"{file}: {shown(part)} is not text: half a surrogate pair")
     return value
 
 
 def read_file(directory: Path, name: str, largest: int = LARGEST_JSON) -> bytes:
     """The content of a file of the directory; ValueError, naming it, where that is too large."""
     file = own_file(directory, name)
-    size = file.stat().st_size
-    if size > largest:
-        raise ValueError(f"{file} has {size:,} bytes; of such a file at most {largest:,} are read")
-    return file.read_bytes()
+    try:
+        size = file.stat().st_size
+        if size <= largest:
+            return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    raise ValueError(f"{file} has {size:,} bytes; of such a file at most {largest:,} are read")
 
 
 def is_deeper(value: object, levels: int) -> bool:
@@ -50,6 +59,20 @@ def is_deeper(value: object, levels: int) -> bool:
     return True
 
 
+def strings_in(value: object) -> Iterator[str]:
+    """Every text in a value of JSON, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from strings_in(inner)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written: JSON can spell halves of surrogate pairs, UTF-8 has none."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def own_file(directory: Path, name: str) -> Path:
     """directory/name; ValueError where that is a link which leads out of the directory.
 
@@ -64,5 +87,8 @@ def own_file(directory: Path, name: str) -> Path:
 
 def shown(value: object) -> str:
     """A value for an error sentence, however long it is."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of 5,000 digits; a list within itself
+        text = f"a {type(value).__name__} too long to print"
     return text if len(text) <= 60 else text[:57] + "..."

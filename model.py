@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import pretrained
 from kv_cache import KVCache
 from loss import LinearCrossEntropy
+from matvec import one_row
 from rope import rope_tables, rotate
 
 # ------------------------------------------------------------------------------------ the shape
@@ -257,19 +258,15 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """A matrix product, (..., inputs) -> (..., outputs), by the right kernel for its rows.
 
-    With one row, as in decoding, the time is that of reading the weights. On a CPU torch's
-    matrix-vector product comes closer to the speed of memory than its matrix product does, and
-    unlike `mv`, `addmv` is called as it is by torch.compile.
+    With one row, as in decoding, the time is that of reading the weights: see matvec.py.
     """
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        one_row = x.shape[:-1].numel() == 1
-        if one_row and x.device.type == "cpu" and not self.training:
-            row = torch.addmv(x.new_empty(self.out_features), self.weight, x.flatten(), beta=0)
-            return row.view(*x.shape[:-1], self.out_features)
+        if x.shape[:-1].numel() == 1 and x.device.type == "cpu" and not self.training:
+            return one_row(self.weight, x)
         return F.linear(x, self.weight)
 
 

@@ -36,6 +36,7 @@ QWEN3 = {
 # What transformers takes for a field that a Qwen3 config.json leaves out.
 QWEN3_LEFT_OUT = {"head_dim": 128, "rope_theta": 1e4, "tie_word_embeddings": False}
 REQUIRED = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size".split()
+LARGEST = 10**15  # of any number in a config.json; torch takes whole ones of 64 bits
 MOST_LAYERS = 1024  # no model has as many; each takes memory before its tensors are compared
 
 
@@ -53,12 +54,14 @@ def decoder_fields(config: dict, known: list[str]) -> dict:
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be an object, not {shown(rope)}")
     rope = dict(rope)
+    kinds = config.get("layer_types") or []
+    kinds = kinds if isinstance(kinds, list) else [kinds]
     refused = {
         "attention_bias": config.get("attention_bias", False),
         "use_sliding_window": config.get("use_sliding_window", False),
         "use_moe": config.get("use_moe", False),
         "quantization_config": config.get("quantization_config"),
-        "layer_types": set(config.get("layer_types") or []) - {"full_attention"},
+        "layer_types": [kind for kind in kinds if kind != "full_attention"],
         "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1) != 1,
     }
@@ -95,8 +98,13 @@ def check_numbers(values: dict) -> None:
             numbers[name] = (scaling[name], least)
     for name, (value, least) in numbers.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= 1e30:
-            raise ValueError(f"{name} must be a number from {least:g} to 1e30, not {shown(value)}")
+        if not is_number or not least <= value <= LARGEST:
+            raise ValueError(
+                f"{name} must be a number from {least:g} to {LARGEST:g}, not {shown(value)}"
+            )
+    for name, value in values.items():
+        if type(value) is int and value > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST:g}, not {shown(value)}")
     tied = values.get("tie_word_embeddings", True)
     if not isinstance(tied, bool):
         raise ValueError(f"tie_word_embeddings must be true or false, not {shown(tied)}")
@@ -207,7 +215,7 @@ def physical_memory() -> float:
 def local_directory(directory_or_hub_id: str | Path) -> Path:
     """The directory itself, or the hub's files for an id such as "Qwen/Qwen3-0.6B"."""
     directory = Path(directory_or_hub_id)
-    if not directory.exists():
+    if not os.path.exists(directory):  # False, too, for what no file can be called
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             HfHubHTTPError,

@@ -118,6 +118,7 @@ class Report:
             unit="step",
             disable=not active,
             dynamic_ncols=True,
+            mininterval=0.5,  # a tiny model takes less time for a step than tqdm for a line
             bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} steps, {remaining} left{postfix}",
         )
         self.wandb = start_wandb(run, config) if config.wandb and active else None
@@ -242,13 +243,21 @@ def read_metrics(run: Path) -> list[dict]:
         if not line.endswith("}") and number == len(lines):
             break
         try:
-            read.append(json.loads(line))
-            read[-1]["step"] + 0
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise UserError(
-                f"{file}, line {number}: not a line of metrics; remove it to go on"
-            ) from error
+            figures = json.loads(line)
+        except (ValueError, RecursionError):
+            figures = None
+        if not is_line(figures):
+            raise UserError(f"{file}, line {number}: not a line of metrics; remove it to go on")
+        read.append(figures)
     return read
+
+
+def is_line(figures: object) -> bool:
+    """Whether it is an object with a step, and with nothing nested."""
+    if not isinstance(figures, dict) or any(isinstance(x, dict | list) for x in figures.values()):
+        return False
+    step = figures.get("step")
+    return type(step) is int and 0 <= step < 2**31
 
 
 def draw_curve(run: Path) -> Path:
@@ -258,18 +267,19 @@ def draw_curve(run: Path) -> Path:
     lines = read_metrics(run)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    train = [(line["step"], line["loss"]) for line in lines if isinstance(line["loss"], float)]
+    train = [(x["step"], x["loss"]) for x in lines if isinstance(x.get("loss"), float)]
     val = [(x["step"], x["val_loss"]) for x in lines if isinstance(x.get("val_loss"), float)]
     axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.5, lw=1, label="training")
     if val:
         label = f"validation ({val[-1][1]:.4f} at the end)"
         axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", ms=4, label=label)
-    floor = lines[-1].get("floor") or next((x["floor"] for x in lines if "floor" in x), None)
-    if floor is not None:
+    floors = [x["floor"] for x in lines if isinstance(x.get("floor"), float)]
+    if floors:
+        floor = floors[-1]
         axes.axhline(floor, color="black", ls="--", lw=1, label=f"floor ({floor:.4f})")
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(run.name)
+    axes.set_title(run.name, parse_math=False)  # a $ in a name is no formula
     axes.grid(alpha=0.3)
     axes.legend()
     partial = run / ".partial_loss.png"

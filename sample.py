@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import matvec
 from chat import note, talk
 from checkpoint import load_model
 from config import SampleConfig, UserError, choose_device, parse_config, run_program
 from data.tokenizer import Tokenizer
-from files import read_json
+from files import DEEPEST_JSON, is_deeper, read_json, shown
 from kv_cache import KVCache
 from model import GPT
 from pretrained import physical_memory
@@ -255,6 +256,10 @@ def compiled_step(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
     """
     device = cache.real.device
     on_cpu = device.type == "cpu"
+    if on_cpu:
+        # The model's epsilons are constants. As symbols they would be tensors made at each step,
+        # and to find the step that an earlier process compiled would take twice as long.
+        torch._dynamo.config.specialize_float = True
     # The C++ wrapper leaves no Python between one kernel and the next.
     options: dict | None = {"cpp_wrapper": True} if on_cpu else None
     compiled = torch.compile(model.decode_step, fullgraph=True, dynamic=on_cpu, options=options)
@@ -552,11 +557,16 @@ def main(arguments: list[str]) -> None:
     dtype = "bf16" if config.dtype == "int8" else config.dtype
     device, dtype, why = choose_device(config.device, dtype)
     model, tokenizer, directory = load_model(config.checkpoint, device, dtype)
+    name = str(dtype).removeprefix("torch.")
     if config.dtype == "int8":
         quantize_int8(model)
+        name = "int8"
+    if device.type == "cpu":
+        matvec.pack(model)
+        if name == "bfloat16" and (why_not := matvec.load(note)):
+            note(f"going on with torch's own product: {why_not}")
     if config.seed is None:
         config.seed = random.SystemRandom().getrandbits(31)
-    name = "int8" if config.dtype == "int8" else str(dtype).removeprefix("torch.")
     note(f"{directory} on {device} in {name} ({why}); seed {config.seed}")
     config.compile = decide_compile(config, device)
     if config.compile:
@@ -661,16 +671,18 @@ def check_row(row: Any, where: str) -> None:
     given = [name for name in fields if isinstance(row, dict) and name in row]
     if len(given) != 1:
         raise UserError(f'{where}: a row has one of "prompt", "text" and "messages"')
+    if is_deeper(row, DEEPEST_JSON):
+        raise UserError(f"{where}: nested deeper than {DEEPEST_JSON} levels")
     field, value = given[0], row[given[0]]
     if field != "messages":
         if not isinstance(value, str):
-            raise UserError(f'{where}: "{field}" is {value!r}, not a text')
+            raise UserError(f'{where}: "{field}" is {shown(value)}, not a text')
     elif not isinstance(value, list) or not value:
         raise UserError(f'{where}: "messages" is not a list of messages')
     else:
         for message in value:
             if not isinstance(message, dict):
-                raise UserError(f'{where}: in "messages", {message!r} is not a message')
+                raise UserError(f'{where}: in "messages", {shown(message)} is not a message')
             for part in ("role", "content"):
                 if not isinstance(message.get(part), str):
                     raise UserError(f'{where}: a message has no text as its "{part}"')
@@ -729,7 +741,7 @@ def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> list[int]:
     ids = stated if isinstance(stated, list) else [stated]
     if not all(type(id) is int for id in ids):
         raise UserError(
-            f"{file}: eos_token_id is {stated!r}, but it must be an id or a list of ids"
+            f"{file}: eos_token_id is {shown(stated)}, but it must be an id or a list of ids"
         )
     return ids
 

@@ -417,8 +417,8 @@ def compile_ahead(
     for shape in shapes:
         input_ids = torch.zeros(shape, dtype=torch.long, device=machine.device)
         labels = torch.full_like(input_ids, -100)
-        # One graph for all: not dynamic=True, for which eps is a variable too. (FSDP's blocks, which
-        # are compiled one by one, get there by their second shape.)
+        # One graph for all: not dynamic=True, for which eps is a variable too. (FSDP's blocks are
+        # compiled one by one, and get there by their second shape.)
         if len(shapes) > 1:
             torch._dynamo.maybe_mark_dynamic(input_ids, [0, 1])
             torch._dynamo.maybe_mark_dynamic(labels, [0, 1])

@@ -16,7 +16,7 @@ num_attention_heads = 4
 num_key_value_heads = 2
 intermediate_size = 432
 
-max_steps = 800
+max_steps = 1300
 batch_size = 8
 optimizer = "muon"
 learning_rate = 2e-2
@@ -24,5 +24,5 @@ embedding_learning_rate = 5e-3
 momentum = 0.7
 warmup_steps = 50
 
-eval_every = 200
-save_every = 200
+eval_every = 325
+save_every = 325

@@ -8,12 +8,13 @@ init_from = "out/tiny"
 data = "tinyworld_chats"
 max_seq_len = 256
 
-max_steps = 600
+max_steps = 1200
 batch_size = 8
 optimizer = "muon"
-learning_rate = 1e-2
-embedding_learning_rate = 2e-3
+learning_rate = 5e-3
+embedding_learning_rate = 1e-3
+momentum = 0.8
 warmup_steps = 50
 
-eval_every = 150
-save_every = 150
+eval_every = 300
+save_every = 300

@@ -30,7 +30,7 @@ def prepare(
     Args:
         directory: where pages.jsonl goes
         tokens: how many GPT-2 tokens at least (about 4.7 bytes of text each)
-        source: the name on the hub, or a local .parquet file or directory of them
+        source: the name on the hub, or a local file, .parquet or JSON lines, or a directory of them
         subset: which sample of the data set
     """
     path, written, count = directory / "pages.jsonl", 0, 0
@@ -76,9 +76,10 @@ def local_pages(source: str) -> Iterator[dict]:
                     text = parse(item).text
                 except RowError as error:
                     raise UserError(f"{where}: {error}. Fix or remove the file.") from error
-                if text is None or not isinstance(item.get("token_count"), int):
+                page = json.loads(item) if isinstance(item, bytes) else item  # of JSON lines
+                if text is None or not isinstance(page.get("token_count"), int):
                     raise UserError(f"{where} is not FineWeb-Edu: no 'text' and 'token_count'.")
-                yield item
+                yield page
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from config import UserError
-from files import is_deeper
+from files import is_deeper, is_text
 
 FORMATS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".txt", ".txt.gz")
 CHUNK_BYTES = 1 << 20  # about this much of a file is parsed and tokenised at a time
@@ -637,13 +637,9 @@ def _listed(item: dict, name: str, where: str = "") -> list:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # a date in a parquet file
         raise RowError(f"field '{label}': not made of JSON's values ({error})") from error
-    if not _is_text(text):
+    if not is_text(text):
         raise RowError(f"field '{label}': half of a surrogate pair is no character")
     return value
-
-
-def _is_text(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 # what may stand before each role

@@ -115,7 +115,9 @@ class Tokenizer:
         ids = encoding._special_tokens
         for role, name in (("bos_token", bos), ("eos_token", eos), ("pad_token", pad)):
             if name is not None and name not in ids:
-                raise UserError(f"{encoding.name}: its {role} {name!r} is not among its tokens.")
+                raise UserError(
+                    f"{encoding.name}: its {role} {shown(name)} is not among its tokens."
+                )
         self.encoding = encoding
         self.vocab_size = encoding.max_token_value + 1
         self.bos_token_id = None if bos is None else ids[bos]
@@ -708,7 +710,7 @@ def _normalizes(normalizer, name: str) -> bool:
     if normalizer.get("type") == "NFC":
         return True
     raise UserError(
-        f"{name}: its normalizer {normalizer.get('type')!r} is not supported, only NFC."
+        f"{name}: its normalizer {shown(normalizer.get('type'))} is not supported, only NFC."
     )
 
 
@@ -722,7 +724,7 @@ def _added_tokens(content: dict, name: str) -> dict[str, tuple[int, bool]]:
                     f"{name}: added token {shown(token['content'])} with {option}=true."
                 )
         text = token["content"]
-        if not isinstance(text, str) or not text or any("\ud800" <= c <= "\udfff" for c in text):
+        if not isinstance(text, str) or not text:
             raise UserError(f"{name}: its added token {shown(text)} is not text.")
         added[text] = (token["id"], token["special"] is True)
     return added
@@ -763,7 +765,7 @@ def _check_ids(ids: list[int], name: str) -> None:
     if len(set(ids)) < len(ids):
         raise UserError(f"{name}: two of its tokens have the same id.")
     if ids and max(ids) > 2 * len(ids) + 1000:
-        raise UserError(f"{name}: it has an id {max(ids)}, but only {len(ids)} tokens.")
+        raise UserError(f"{name}: it has an id {shown(max(ids))}, but only {len(ids)} tokens.")
 
 
 def _write_tokenizer_json(vocab: dict, merges: list, added: dict, pattern: str | None) -> dict:

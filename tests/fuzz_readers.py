@@ -3,14 +3,18 @@
     pip install atheris
     python tests/fuzz_readers.py tokenizer.json -max_total_time=600 -rss_limit_mb=4096
 
-The first argument is the name of a reader (test_fuzz.READERS) or data.jsonl, data.csv, ...; the
-rest is libFuzzer's. An input that brings a traceback is kept as crash-*, and given again as the
-last argument it brings it again.
+The first argument is the name of a reader (test_fuzz.READERS), or data.jsonl, data.csv, ..., or a
+program whose command line is read, train.py or sample.py; the rest is libFuzzer's. An input that
+brings a traceback is kept as crash-*, and given again as the last argument it brings it again.
 """
 
+import contextlib
+import io
 import json
+import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import atheris
@@ -20,25 +24,35 @@ OURS = ["data", "files", "locks", "pretrained", "config", "checkpoint", "report"
 with atheris.instrument_imports(include=OURS):
     import test_fuzz
 
-ROUNDS = 4  # at most so many edits of one file
+ROUNDS = 4  # at most so many edits of one file, or words of a command line
 
 
 def main() -> None:
     name, directory = sys.argv.pop(1), Path(tempfile.mkdtemp())
+    check = command_line_check if name in test_fuzz.PROGRAMS else file_check
+    check_one = check(name, directory)
+
+    def one_input(content: bytes) -> None:
+        try:
+            check_one(atheris.FuzzedDataProvider(content))
+        except Exception:
+            traceback.print_exc()  # with the error that was not a sentence; atheris leaves that out
+            raise
+
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
+
+
+def file_check(name: str, directory: Path):
+    """A check of what the reader of that name makes of an edited file."""
     if name.startswith("data."):
-        file = directory / name
-        if name == "data.txt":
-            file.write_bytes("é\r\n猫".encode() * 20)
-        else:
-            rows = test_fuzz.ROWS[1:2] * 9 if name == "data.csv" else test_fuzz.ROWS
-            test_fuzz.write(file, rows)
+        test_fuzz.make_data(directory / name)
     else:
         make, read, _ = test_fuzz.READERS[name]
         make(directory)
     valid = (directory / name).read_bytes()
 
-    def one_input(content: bytes) -> None:
-        provider = atheris.FuzzedDataProvider(content)
+    def check_one(provider) -> None:
         changed = draw_edits(provider, valid, is_json=name.endswith(".json"))
         if name.startswith("data."):
             on_bad_row = "skip" if provider.ConsumeBool() else "stop"
@@ -50,8 +64,7 @@ def main() -> None:
         except Exception as error:
             test_fuzz.check_refusal(error, directory)
 
-    atheris.Setup(sys.argv, one_input)
-    atheris.Fuzz()
+    return check_one
 
 
 def draw_edits(provider, valid: bytes, is_json: bool) -> bytes:
@@ -73,6 +86,29 @@ def draw_edits(provider, valid: bytes, is_json: bool) -> bytes:
             junk = provider.ConsumeBytes(8)
             valid = test_fuzz.edit_bytes(valid, [(kind, place, length, junk)])
     return valid if value is None else json.dumps(value).encode()
+
+
+def command_line_check(program: str, directory: Path):
+    """A check of what the program makes of a few options, values and words of no meaning."""
+    os.chdir(directory)
+
+    def draw_word(provider) -> str:
+        kind = provider.ConsumeIntInRange(0, 4)
+        if kind == 0:
+            return provider.PickValueInList(test_fuzz.WORDS)
+        if kind == 1:
+            return provider.ConsumeUnicode(8)
+        if kind == 2:
+            return str(provider.PickValueInList(test_fuzz.VALUES[:-1]))
+        flag = provider.PickValueInList(test_fuzz.flags_of(program))
+        return flag if kind == 3 else f"{flag}={draw_word(provider)}"
+
+    def check_one(provider) -> None:
+        words = [draw_word(provider) for _ in range(provider.ConsumeIntInRange(1, 2 * ROUNDS))]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            test_fuzz.check_command_line(program, words)
+
+    return check_one
 
 
 if __name__ == "__main__":

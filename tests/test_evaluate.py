@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
+import checkpoint
 import evaluate
 from data import tinyworld
 from data.tokenizer import Tokenizer
@@ -86,3 +88,22 @@ def test_a_random_model_answers_nothing(world, model_and_tokenizer):
     chats = [json.loads((world / "chats" / "val.jsonl").read_text().splitlines()[0])["messages"]]
     counts = evaluate.exact_answers(model, tokenizer, chats, 1)
     assert counts["all"] == (0, 1)
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_what_the_program_prints(world, model_and_tokenizer, tmp_path, monkeypatch, capsys, chats):
+    model, tokenizer = model_and_tokenizer
+    if not chats:
+        tokenizer.chat_style = None
+    monkeypatch.setattr(evaluate, "WORLD", world)
+    monkeypatch.setattr(tinyworld, "prepare", lambda directory: None)  # it is there
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: (model, tokenizer, tmp_path))
+    evaluate.main([str(tmp_path), "--questions=3"])
+    first, stories, *answers = capsys.readouterr().out.splitlines()
+    assert first == f"checkpoint  {tmp_path}, {model.num_parameters():,} parameters"
+    loss, floor, above = (float(number) for number in re.findall(r"\d+\.\d+", stories))
+    assert loss > floor > 0 and above == pytest.approx(loss - floor, abs=2e-4)
+    if chats:
+        assert answers[0] == "all             0 of     3 exact, 0.0%"
+    else:
+        assert answers == ["answers     none: it was not trained on chats"]

@@ -7,6 +7,7 @@ that a person would see. tests/fuzz_readers.py runs the same readers for hours (
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -19,6 +20,7 @@ from reference import random_model, tiny
 
 import checkpoint
 import config as config_module
+import pretrained
 import report
 import sample
 from config import SampleConfig, TrainConfig, UserError, check_values, parse_config
@@ -34,6 +36,7 @@ FEW = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 NESTED = "a list in a list in a list, and so on 500 times"  # in words: few things can print it
 VALUES = [None, True, False, -1, 0, 1, 7, 2**31, 2**63, 10**12, 10**30, 0.5, -0.0, 1e308]
+VALUES += [10**400, 10**4000]  # no float is as large; longer than any sentence
 VALUES += [math.nan, math.inf, "", "x", "é" * 500, "\ud800", "\0", "../x", "/etc/passwd", "<bos>"]
 VALUES += [[], {}, [[]], [1, "a"], {"a": None}, {"content": 3}, NESTED, [0] * 1000]
 JSON_EDITS = st.lists(
@@ -122,8 +125,29 @@ def read_checkpoint(directory: Path) -> None:
         model(torch.tensor([[1, 2, 3]]))
 
 
+def make_index(directory: Path) -> None:
+    make_checkpoint(directory)
+    where = {name: "model.safetensors" for name in pretrained.tensor_files(directory)}
+    index = {"metadata": {"total_size": 1}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def make_sums(directory: Path) -> None:
+    (directory / "a.bin").write_bytes(b"a")
+    (directory / checkpoint.SUMS).write_text(f"{checkpoint.sha256(directory / 'a.bin')}  a.bin\n")
+
+
+def read_sums(directory: Path) -> None:
+    checkpoint.check(directory, ["a.bin"])
+
+
 def make_tokenizer(directory: Path) -> None:
     qwen_like(directory, TOOLS_TEMPLATE)
+
+
+def make_template(directory: Path) -> None:
+    make_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
 
 
 def read_tokenizer(directory: Path) -> None:
@@ -154,7 +178,9 @@ def make_metrics(directory: Path) -> None:
 
 
 def read_metrics(directory: Path) -> None:
-    assert all(line["step"] + 0 is not None for line in report.read_metrics(directory))
+    for line in report.read_metrics(directory):
+        assert line["step"] >= 0
+        json.dumps(line)
 
 
 def make_options(directory: Path) -> None:
@@ -183,13 +209,15 @@ def make_prompts(directory: Path) -> None:
 
 def read_prompts(directory: Path) -> None:
     for row in sample.read_rows(SampleConfig(prompts_file=str(directory / "prompts.jsonl"))):
+        json.dumps(row)  # as it is done with the completion beside it
         ids = sample.row_ids(BYTES, row)
         chats = len(row["messages"]) + 1 if "messages" in row else 0
         assert (ids.count(2), ids.count(3)) == (chats, max(0, chats - 1))
 
 
 def make_state(directory: Path) -> None:
-    torch.save({"step": 3, "a": torch.ones(4)}, directory / "training_state.pt")
+    state = {"progress": {"step": 3}, "optimizers": [torch.ones(4)]}
+    torch.save(state, directory / "training_state.pt")
 
 
 def read_state(directory: Path) -> None:
@@ -199,8 +227,11 @@ def read_state(directory: Path) -> None:
 READERS = {
     "config.json": (make_checkpoint, read_checkpoint, True),
     "model.safetensors": (make_checkpoint, read_checkpoint, False),
+    "model.safetensors.index.json": (make_index, read_checkpoint, True),
+    "step.sha256": (make_sums, read_sums, False),
     "tokenizer.json": (make_tokenizer, read_tokenizer, True),
     "tokenizer_config.json": (make_tokenizer, read_tokenizer, True),
+    "chat_template.jinja": (make_template, read_tokenizer, False),
     "generation_config.json": (make_generation_config, read_generation_config, True),
     "train_config.json": (make_options, read_options, True),
     "step.json": (make_step, read_step, True),
@@ -240,6 +271,43 @@ def test_an_almost_valid_file_is_read_or_refused_in_a_sentence(name, kind, tmp_p
     run()
 
 
+@pytest.mark.parametrize("name", [name for name, (_, _, is_json) in READERS.items() if is_json])
+def test_any_value_in_any_field_is_read_or_refused_in_a_sentence(name, tmp_path):
+    make, read, _ = READERS[name]
+    make(tmp_path)
+    file = tmp_path / name
+    valid = json.loads(file.read_bytes())
+    places = [[i] for i in range(len(valid))]
+    places += [[i, 0] for i, x in enumerate(valid.values()) if isinstance(x, dict | list)]
+    for path, new in itertools.product(places, VALUES):
+        changed = edit_json(copy.deepcopy(valid), [("replace", path, new)])
+        file.write_text(json.dumps(changed))
+        try:
+            read(tmp_path)
+        except Exception as error:
+            check_refusal(error, tmp_path)
+
+
+@pytest.mark.parametrize("state", [None, [1], torch.ones(3), {}, {"progress": 3}])
+def test_a_training_state_of_something_else_is_refused(state, tmp_path):
+    torch.save(state, tmp_path / "training_state.pt")
+    with pytest.raises(UserError, match="training_state.pt is missing or damaged"):
+        checkpoint.load_training_state(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_curve_is_drawn_of_any_figures(tmp_path):
+    lines = [
+        json.dumps({"step": step, "loss": value, "val_loss": value, "floor": value}) + "\n"
+        for step, value in enumerate(VALUES)
+        if not isinstance(value, dict | list)
+    ]
+    run = tmp_path / "cost_$5_$6"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(lines) + '{"step": 1000}\n')
+    assert report.draw_curve(run).is_file()
+
+
 # ----- data ---------------------------------------------------------------------------------------
 
 ROWS = [
@@ -250,6 +318,13 @@ ROWS = [
     {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
 ]
 FORMATS = ["jsonl", "json", "jsonl.gz", "json.gz", "csv", "parquet", "txt"]
+
+
+def make_data(file: Path) -> None:
+    if file.suffix == ".txt":
+        file.write_bytes("é\r\n猫".encode() * 20)
+    else:
+        write(file, ROWS[1:2] * 9 if file.suffix == ".csv" else ROWS)
 
 
 def read_data(file: Path, on_bad_row: str) -> None:
@@ -278,10 +353,7 @@ def check_data(file: Path, content: bytes, on_bad_row: str) -> None:
 @pytest.mark.parametrize("ending", FORMATS)
 def test_almost_valid_data_is_read_or_refused_in_a_sentence(ending, tmp_path):
     file = tmp_path / f"data.{ending}"
-    if ending == "txt":
-        file.write_bytes("é\r\n猫".encode() * 20)
-    else:
-        write(file, ROWS[1:2] * 9 if ending == "csv" else ROWS)
+    make_data(file)
     valid = file.read_bytes()
 
     @settings(FEW, max_examples=40)
@@ -310,46 +382,58 @@ WORDS = ["", "-", "--", "-1", "0", "1e400", "nan", "None", "True", "x.py", "a/b"
 WORDS += ["x" * 5000, "9" * 5000, "1_0", "0x10", "[1]", "--help", "-h", "--data", "configs/tiny.py"]
 
 
-def flags_of(config_class):
-    names = [f"--{name}" for name in vars(config_class())]
-    flag = st.sampled_from([*names, "--no_such", "--data.x", "--max-steps"])
+PROGRAMS = {"train.py": TrainConfig, "sample.py": SampleConfig}
+
+
+def flags_of(program: str) -> list[str]:
+    names = [f"--{name}" for name in vars(PROGRAMS[program]())]
+    return [*names, "--no_such", "--data.x", "--max-steps"]
+
+
+def command_lines(program: str):
+    flag = st.sampled_from(flags_of(program))
     word = st.sampled_from(WORDS) | st.text(max_size=6)
     with_value = st.tuples(flag, st.sampled_from(["", "="]), word).map("".join)
     return st.lists(flag | word | with_value, max_size=5)
 
 
-@pytest.mark.parametrize("config_class", [TrainConfig, SampleConfig])
-def test_any_command_line_is_understood_or_refused(config_class, tmp_path, monkeypatch, capsys):
+def check_command_line(program: str, arguments: list[str]) -> None:
+    """In the present directory, which is empty and stays so until all is understood."""
+    try:
+        config = parse_config(PROGRAMS[program], arguments)
+        if program == "train.py":
+            check_values(config)
+        else:
+            sample.refuse_contradictions(config)
+            if config.prompt != "-":
+                sample.read_rows(config)
+    except UserError as error:
+        assert str(error)
+    except SystemExit as end:
+        assert end.code in (0, 2)
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_any_command_line_is_understood_or_refused(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    check = check_values if config_class is TrainConfig else check_sample_options
 
     @settings(FEW, max_examples=150)
-    @given(flags_of(config_class))
+    @given(command_lines(program))
     def run(arguments):
-        try:
-            check(parse_config(config_class, arguments))
-        except UserError as error:
-            assert str(error)
-        except SystemExit as end:
-            assert end.code in (0, 2)
+        check_command_line(program, arguments)
         capsys.readouterr()
-        assert not list(tmp_path.iterdir())  # nothing is written before all is understood
 
     run()
-
-
-def check_sample_options(config: SampleConfig) -> None:
-    sample.refuse_contradictions(config)
-    if config.prompt != "-":
-        sample.read_rows(config)
 
 
 @pytest.mark.parametrize("name", sorted(vars(TrainConfig())))
 def test_config_files_with_any_value(name, tmp_path):
     file = tmp_path / "recipe.py"
-    for value in [*VALUES[:-2], -(2**40), (1, 2), b"x", 1j]:
-        text = "float('nan')" if value != value else "float('inf')" if value == math.inf else value
-        file.write_text(f"{name} = {text if isinstance(text, str) and 'fl' in text else value!r}\n")
+    values = [*VALUES[:-2], -(2**40), (1, 2), b"x", 1j]
+    texts = [f"float('{v}')" if isinstance(v, float) else repr(v) for v in values]
+    for text in [*texts, "10**5000"]:  # which Python does not print
+        file.write_text(f"{name} = {text}\n")
         try:
             check_values(parse_config(TrainConfig, [str(file), "--out_dir=out/x"]))
         except UserError as error:
@@ -360,6 +444,9 @@ FINDERS = {
     "data": lambda name: read_data(Path(name), "stop"),
     "tokenizer": Tokenizer.load,
     "checkpoint": checkpoint.find_checkpoint,
+    "model": lambda name: checkpoint.load_model(name, "cpu", None),
+    "run": lambda name: checkpoint.read_run(Path(name)),
+    "resume": lambda name: parse_config(TrainConfig, ["--resume", f"--out_dir={name}"]),
     "prompt": lambda name: sample.read_prompt("@" + name),
     "config": lambda name: parse_config(TrainConfig, [name]),
 }
@@ -372,6 +459,7 @@ def test_any_path_is_found_or_refused(kind, tmp_path, monkeypatch):
 
     @FEW
     @example("x" * 300)
+    @example("x" * 300 + "/y")
     @example("x\0")
     @example("\udcff")
     @given(st.text(min_size=1, max_size=30).filter(lambda name: not name.startswith("-")))
@@ -380,3 +468,9 @@ def test_any_path_is_found_or_refused(kind, tmp_path, monkeypatch):
             FINDERS[kind](name)
 
     run()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x\0"])
+def test_a_run_is_not_begun_under_a_name_that_no_directory_can_have(name, tmp_path):
+    with pytest.raises(UserError, match="--out_dir=.*cannot be written to"):
+        checkpoint.RunLock(tmp_path / name).take(make_directory=True)

@@ -2,6 +2,7 @@
 as a person runs it, and its result read by `load_dataset`.
 """
 
+import errno
 import http.server
 import json
 import os
@@ -10,11 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
+import datasets
 import pytest
 
 from config import UserError
+from data import prepare_fineweb_edu, prepare_minimind, prepare_shakespeare, prepare_tinystories
 from data.dataset import load_dataset
-from data.download import alone_in, fetch
+from data.download import alone_in, fetch, written_whole
 from data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +121,8 @@ def test_fineweb_edu(tmp_path):
     assert f"{out}/pages.jsonl: 30 pages, 3,000 tokens" in said
     lines = (out / "pages.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"text": row["text"]} for row in rows[:30]]
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"--source={tmp_path}/pages.jsonl"
     said, code = run(tmp_path, "fineweb_edu", f"--directory={out}", source, "--tokens=10000")
     assert code == 0 and "50 pages" in said and "The source held no more" in said
 
@@ -130,6 +135,59 @@ def test_a_source_that_is_not_there_is_one_sentence_and_leaves_nothing(tmp_path,
     assert code == 2, said
     assert "error: " in said and "Traceback" not in said
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_a_text_that_is_not_utf_8(tmp_path):
+    (tmp_path / "input.txt").write_bytes(b"First Citizen:\n\xff")
+    with pytest.raises(UserError, match="tinyshakespeare.txt is not UTF-8 .byte 15"):
+        prepare_shakespeare.prepare(tmp_path / "out", f"{tmp_path}/input.txt")
+
+
+def test_files_without_anything_to_train_on(tmp_path):
+    (tmp_path / "TinyStoriesV2-GPT4-train.txt").write_text("<|endoftext|>\n\n<|endoftext|>\n")
+    with pytest.raises(UserError, match="TinyStoriesV2-GPT4-train.txt holds no story"):
+        prepare_tinystories.prepare(tmp_path / "stories", str(tmp_path))
+    assert not list((tmp_path / "stories").glob("*.jsonl"))
+    (tmp_path / "pretrain_t2t_mini.jsonl").write_text('{"text": 3}\n{"words": "a"}\n')
+    with pytest.raises(UserError, match="pretrain_t2t_mini.jsonl holds no good row"):
+        prepare_minimind.prepare("pretrain", tmp_path / "minimind", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "rows, problem",
+    [
+        ([{"text": "a", "token_count": 1}, {"text": 3, "token_count": 1}], "line 2: .*Fix or re"),
+        ([{"text": "a"}], "line 1 is not FineWeb-Edu: no 'text' and 'token_count'"),
+        ([{"prompt": "a", "token_count": 1}], "line 1: no known field"),
+    ],
+)
+def test_pages_that_are_none_leave_nothing(tmp_path, rows, problem):
+    source = tmp_path / "pages.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=problem):
+        prepare_fineweb_edu.prepare(tmp_path / "out", source=str(source))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_the_pages_of_the_hub(tmp_path, monkeypatch):
+    """With a stand-in for the hub, which gives three pages, and then none."""
+    pages = [{"text": f"Page {i}.", "token_count": 10} for i in range(3)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(pages))
+    prepare_fineweb_edu.prepare(tmp_path / "out", tokens=15)
+    written = (tmp_path / "out" / "pages.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in written] == ["Page 0.", "Page 1."]
+    pages.clear()
+    with pytest.raises(UserError, match="HuggingFaceFW/fineweb-edu holds no page"):
+        prepare_fineweb_edu.prepare(tmp_path / "none")
+    assert [path.name for path in (tmp_path / "none").iterdir()] == [".lock"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    with pytest.raises(UserError, match="file cannot be written: No space left on device"):
+        with written_whole(tmp_path / "file") as beside:
+            beside.write_text("half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not list(tmp_path.iterdir())
 
 
 class Broken(http.server.BaseHTTPRequestHandler):

@@ -84,3 +84,35 @@ def test_memory_is_logged(tmp_path, monkeypatch):
     assert 0.05 < here < 100
     ballast = torch.ones(2**28)  # 1 GiB
     assert report.peak_memory(CPU) / 2**30 > 1 and ballast[0] == 1
+
+
+def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, capsys):
+    """A limit on the size of files does as a full disk: it takes the first half of a line."""
+    resource = pytest.importorskip("resource")
+    before, size = resource.getrlimit(resource.RLIMIT_FSIZE), 2**20
+    file, earlier = tmp_path / "metrics.jsonl", "x" * (size - 20) + "\n"
+    file.write_text(earlier)
+    run = report.Report(tmp_path, TrainConfig(), True, 0, CPU, None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        for step in (1, 2):
+            run.write({"step": step, "loss": 1.0, "lr": 0.1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.read_text() == earlier and run.lost_lines == 2
+    run.write({"step": 3, "loss": 1.0, "lr": 0.1})
+    run.close()
+    assert json.loads(file.read_text().splitlines()[-1])["step"] == 3
+    assert capsys.readouterr().out.count("cannot be written (File too large)") == 1
+
+
+def test_a_picture_that_cannot_be_drawn_costs_a_line_on_the_terminal(tmp_path, capsys):
+    line = {"step": 1, "loss": 1.0, "tokens": 9, "targets": 8}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "loss.png").mkdir()
+    run = report.Report(tmp_path, TrainConfig(), True, 0, CPU, None)
+    run.evaluation(line | {"val_loss": 2.0, "val_ppl": 7.39, "val_bpb": 1.5}, 1.0, "one\ntwo")
+    run.close()
+    said = capsys.readouterr().out.splitlines()
+    assert "validation loss 2.0000" in said[0] and said[1:3] == ["  | one", "  | two"]
+    assert said[3] == f"{tmp_path / 'loss.png'} cannot be written: Is a directory"

@@ -7,6 +7,8 @@ weights then wander through the vocabulary instead of repeating a few ids.
 
 import itertools
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from kv_cache import KVCache
 from sample import generate, generate_stream, pick, process_logits
 
 NEVER = float("-inf")
+REPO = Path(__file__).parents[1]
 PROMPTS = [[5, 7, 11], [3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [60, 0, 60]]
 
 
@@ -199,6 +202,51 @@ def test_a_cache_that_memory_does_not_hold_is_refused_with_its_bytes(model, monk
     with pytest.raises(UserError, match=r"cache of 1000 rows of 100 tokens needs 0\.0 GiB"):
         generate(model, [[1]], 100, num_samples=1000)
     assert len(generate(model, [[1]], 100, num_samples=2)) == 2
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+import torch
+from kv_cache import KVCache
+from model import GPT, GPTConfig
+from sample import generate_stream
+
+def resident():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) * 1024
+
+torch.manual_seed(0)
+half_stop = sys.argv[1] == "half stop"
+config = GPTConfig(100, 32, 4, 2, 48, num_key_value_heads=1, head_dim=64)
+model, prompts = GPT(config), [[row + 1] for row in range(8)]
+options = {"temperature": 0.0}
+if half_stop:
+    made = [0] * 8
+    def stop(row, id):
+        made[row] += 1
+        return row >= 4 and made[row] == 2048
+    options["stop_when"] = stop
+list(generate_stream(model, prompts, 20, temperature=0.0))
+before = peak = resident()
+for step, _ in enumerate(generate_stream(model, prompts, 4096, **options)):
+    if step % 64 == 0 or step == 2048:
+        peak = max(peak, resident())
+print(step + 1, peak - before, KVCache(config, 8, 4096).nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+@pytest.mark.parametrize("case", ["all go on", "half stop"])
+def test_4096_tokens_of_8_rows_take_their_cache_and_no_more(case):
+    """64 MiB; where half of the rows end at half way, one layer more while they are dropped."""
+    command = [sys.executable, "-c", MEMORY, case]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=500)
+    assert done.returncode == 0, done.stderr
+    steps, grown, cache = map(int, done.stdout.split())
+    assert steps == 4096 and cache == 2 * 4 * 8 * 4096 * 64 * 4
+    assert grown < cache + 2**23
 
 
 def test_samples_of_one_prompt_share_one_prefill(model, monkeypatch):
