@@ -125,9 +125,7 @@ def read_config(directory: Path, from_dict: "Callable[[dict], GPTConfig]") -> "G
     layers = config.num_hidden_layers
     if layers > MOST_LAYERS:
         raise ValueError(f"{file}: num_hidden_layers is {layers}, but at most {MOST_LAYERS} count")
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    rows = config.vocab_size + layers * (3 * config.intermediate_size + heads * config.head_dim)
-    claimed = rows * config.hidden_size  # the matrices; norms are little beside them
+    claimed = matrix_entries(config)
     stored = sum(math.prod(shape) for _, shape in tensor_files(directory).values())
     if claimed > 100 * stored:  # a tensor that is merely missing is named by `read`
         raise ValueError(
@@ -135,6 +133,13 @@ def read_config(directory: Path, from_dict: "Callable[[dict], GPTConfig]") -> "G
             f"and intermediate_size make {claimed:,} parameters, but only {stored:,} are stored"
         )
     return config
+
+
+def matrix_entries(config: "GPTConfig") -> int:
+    """How many numbers the matrices of such a model hold, a head like the embedding not counted."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    block = 3 * config.intermediate_size + heads * config.head_dim
+    return (config.vocab_size + config.num_hidden_layers * block) * config.hidden_size
 
 
 def write(directory: Path, config: dict, tensors: dict[str, Tensor]) -> None:

@@ -42,6 +42,7 @@ from quantize import quantize_int8
 NEVER = float("-inf")
 COMPILE_AFTER = 32  # tokens that are made before the decode step is compiled
 LONG_ANSWER = 1000  # tokens, for which compiling pays even the first time
+LONGEST_NAME = 240  # bytes: file systems allow 255, and ".partial" is written behind it
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # ------------------------------------------------------------------- from logits to a token
@@ -357,7 +358,7 @@ def check_options(**options: float) -> None:
     infinity = float("inf")
     ranges = {
         "max_new_tokens": (1, infinity),
-        "num_samples": (1, infinity),
+        "num_samples": (1, 65536),  # each is a row, in lists that are made before any check
         "temperature": (0, 1e6),
         "top_k": (0, infinity),
         "top_p": (0, 1),
@@ -642,10 +643,14 @@ def refuse_contradictions(config: SampleConfig) -> None:
         raise UserError("--chat has one answer at a time: leave out --num_samples")
     if config.output is not None and config.prompts_file is None:
         raise UserError("--output is for the completions of --prompts_file; redirect stdout")
-    if config.output is not None and not Path(config.output).absolute().parent.is_dir():
-        raise UserError(f"--output={config.output}: that directory does not exist")
-    if config.output is not None and Path(config.output).is_dir():
-        raise UserError(f"--output={config.output} is a directory, not a file")
+    if config.output is not None:
+        output = Path(config.output).absolute()
+        if not os.path.isdir(output.parent):  # unlike Path's, it bears names that no file can have
+            raise UserError(f"--output={shown(config.output)}: that directory does not exist")
+        if os.path.isdir(output):
+            raise UserError(f"--output={config.output} is a directory, not a file")
+        if len(os.fsencode(output.name)) > LONGEST_NAME:
+            raise UserError(f"--output={shown(config.output)}: that name is too long for a file")
 
 
 def read_rows(config: SampleConfig) -> list[dict]:

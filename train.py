@@ -9,7 +9,6 @@ One story. `train_run` is its spine; what it calls stands below it, in the order
 """
 
 import contextlib
-import json
 import math
 import os
 import shlex
@@ -31,9 +30,11 @@ from data import tinyworld
 from data.batches import Batches
 from data.dataset import TokenRows, load_dataset, training_texts
 from data.tokenizer import Tokenizer
+from files import read_json, shown
 from machine import Machine, launcher
 from model import GPT, GPTConfig
 from muon import Muon
+from pretrained import matrix_entries, physical_memory
 from report import Report, forward_flops, peak_flops
 from sample import generate
 
@@ -324,11 +325,14 @@ def load_rows(
         cache_dir=CACHE,
     )
     floor = None
-    floor_file = Path(data) / "floor.json"
-    if val_data is None and floor_file.is_file():
-        floor = (
-            json.loads(floor_file.read_text(encoding="utf-8"))["val_nats"] / val_rows.num_targets
-        )
+    if val_data is None and (Path(data) / "floor.json").is_file():
+        try:
+            val_nats = read_json(Path(data), "floor.json").get("val_nats")
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if not isinstance(val_nats, float):
+            raise UserError(f"{data}/floor.json: val_nats is {shown(val_nats)}, not a number")
+        floor = val_nats / val_rows.num_targets
     return train_rows, val_rows, floor
 
 
@@ -349,7 +353,8 @@ def find_resume_point(run: Path, config: TrainConfig) -> Path | None:
     Raises UserError where the directory holds a run and --resume is not given, and where an option
     that decides what the run is differs from the run's own.
     """
-    existing = next(path for path in [run, *run.parents] if path.exists())
+    # os.path's, unlike Path's, bears names that no file can have.
+    existing = next(path for path in [run, *run.parents] if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out_dir={run}: {existing} is not a directory that can be written to")
     before = checkpoint.read_run(run)
@@ -382,13 +387,21 @@ def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
         "intermediate_size rope_theta rms_norm_eps tie_word_embeddings dropout attention"
     ).split()
     try:
-        return GPTConfig(
+        shape = GPTConfig(
             vocab_size=math.ceil(vocab_size / 64) * 64,  # matrix kernels like multiples
             max_position_embeddings=config.max_position_embeddings or config.max_seq_len,
             **{name: getattr(config, name) for name in names},
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+    weights = 4 * matrix_entries(shape)  # bytes, in fp32, in the first process at least
+    if weights > physical_memory():
+        raise UserError(
+            f"the weights of this shape need {weights / 2**30:,.0f} GiB, but this machine has "
+            f"{physical_memory() / 2**30:,.0f} GiB of memory: lower --hidden_size, "
+            "--intermediate_size, --num_hidden_layers or --vocab_size"
+        )
+    return shape
 
 
 def place(model: GPT, machine: Machine, compiled: bool) -> tuple[GPT, torch.nn.Module]:

@@ -8,8 +8,6 @@ cache's (test_cache.py).
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -941,40 +939,6 @@ def test_every_tensor_is_made_on_the_model_s_device(scaling):
     with torch.device("meta"):
         # ids, mask and slot name their device; so must everything that the model makes
         exercise(model)
-
-
-FAKE_DEVICE = """
-import sys, torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-_setup_privateuseone_for_python_backend("fake_gpu")
-torch.fake_gpu.get_amp_supported_dtype = lambda: [torch.bfloat16]  # autocast asks for it
-sys.path.insert(0, "tests")
-from reference import YARN, tiny
-from test_model import exercise
-from model import GPT
-with FakeTensorMode():
-    for scaling in (None, YARN):
-        for attention in ("sdpa", "manual"):
-            with torch.device("fake_gpu"):
-                model = GPT(tiny(rope_scaling=scaling, attention=attention)).train()
-            exercise(model)
-    try:
-        torch.zeros(1, device="fake_gpu").item()
-    except Exception:
-        print("no host sync")
-"""
-
-
-def test_no_call_waits_for_the_device():
-    """On a device without values, reading one on the host raises. In a process of its own: the
-    fake device stays registered (and its interface is private to torch)."""
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", FAKE_DEVICE], cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "no host sync"
 
 
 @pytest.mark.gpu

@@ -227,6 +227,9 @@ def test_mistakes_in_a_file_of_prompts_name_the_place(run, tmp_path, content, me
         (["--chat", "--prompts_file=x"], "goes with neither"),
         (["--prompt=x", "--output=x"], "--output is for"),
         (["--prompts_file=x", "--output=no/such/x"], "that directory does not exist"),
+        (["--prompts_file=x", f"--output={'x' * 300}"], "that name is too long for a file"),
+        (["--prompts_file=x", f"--output={'x' * 300}/y"], "that directory does not exist"),
+        (["--prompt=x", "--num_samples=1000000000"], "num_samples is 1000000000, but it must be"),
         (["--temprature=1"], "did you mean --temperature"),
     ],
 )

@@ -407,6 +407,25 @@ def test_metrics_have_the_fields_of_the_contract(corpus):
     assert last["floor"] == pytest.approx(10.0 / targets)
 
 
+@pytest.mark.parametrize("content", ['{"val_nats": "ten"}', "[1]", "{"])
+def test_a_floor_that_is_none_is_a_sentence(corpus, content):
+    (corpus / "floor.json").write_text(content)
+    with pytest.raises(UserError, match="floor.json"):
+        run(corpus, "out/a", "--max_steps=1")
+
+
+def test_a_model_that_memory_does_not_hold_is_refused_before_the_data(corpus):
+    with pytest.raises(UserError, match="the weights of this shape need .* GiB, but this machine"):
+        run(corpus, "out/a", "--hidden_size=2000000000")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "y/" + "x" * 300])
+def test_a_run_under_a_name_that_is_too_long_is_refused(corpus, name):
+    with pytest.raises(UserError, match="--out_dir="):
+        run(corpus, name, "--max_steps=1")
+
+
 # ----------------------------------------------------------------------- schedule and optimizers
 
 
