@@ -3,6 +3,9 @@
   python train.py configs/instructions_sft.py --data=PATH/instructions.json --init_from=out/tiny
 
 Rows are {"instruction", "input", "output"}, or chats. Start from whatever you have trained.
+Measured from out/tiny (0.9 M parameters) with 999 instructions, before the last changes of either
+recipe: validation loss 2.88 per target at best, in 4.7 minutes on 2 CPU cores. That is too small a
+model for real instructions: its answers have the form of answers, no more.
 """
 
 data = "instructions.json"

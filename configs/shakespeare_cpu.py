@@ -2,8 +2,14 @@
 
   python train.py configs/shakespeare_cpu.py --data=PATH/tinyshakespeare.txt
 
-2,424,000 parameters, rows of 256 bytes, 2.9 M of them in all. Heads of 64, because torch's bf16
-attention on a CPU is slow for small ones.
+2,424,000 parameters. Heads of 64, because torch's bf16 attention on a CPU is slow for small ones.
+The file is for a processor that multiplies in bf16, and a C++ compiler; without them, --dtype=fp32
+and --compile=False are slower and need neither. Measured, one seed:
+
+tokens  2.9 M, 1,400 steps of 8 rows of 256
+loss    1.433 in validation; below nanoGPT's 1.4697, from a GPU, after 1,000 steps
+time    8.0 minutes on 2 CPU cores, 5.4 of them to step 1,000
+memory  0.6 GiB
 """
 
 data = "tinyshakespeare.txt"

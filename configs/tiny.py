@@ -1,7 +1,12 @@
 """A model of 0.9 M parameters that tells stories about a small world.
 
 The corpus is made here (data/tinyworld.py), with a known floor: the loss of a perfect model, 0.574
-nats per token. Expect a validation loss about 0.06 above it, in under three minutes on 2 CPU cores.
+nats per token. Measured, one seed:
+
+tokens  2.4 M, 1,300 steps of 8 rows of up to 256
+loss    from ln(1024) = 6.9 to 0.614 in validation, 0.040 above the floor
+time    three to four and a half minutes on 2 CPU cores, as fast as these are at the time
+memory  0.5 GiB
 """
 
 data = "tinyworld"

@@ -1,7 +1,12 @@
 """Teaches the model of configs/tiny.py to answer questions about a text.
 
 Data: chats of the same small world; people and things meet in validation that never met in
-training. Run configs/tiny.py first.
+training. Run configs/tiny.py first. Measured, one seed:
+
+tokens  2.2 M, of which 0.2 M are answers, the only targets
+loss    0.18 per target in validation; 68% of 1,000 questions answered exactly (evaluate.py)
+time    four to five minutes on 2 CPU cores
+memory  0.5 GiB
 """
 
 init_from = "out/tiny"

@@ -48,6 +48,9 @@ COMMANDS = {
     "python sample.py --chat": FEW,
     "python evaluate.py out/tiny_sft": "--questions=4",
     "python train.py configs/shakespeare_char.py --data=PATH/tinyshakespeare.txt": SHORT,
+    "python train.py configs/shakespeare_cpu.py --data=PATH/tinyshakespeare.txt": (
+        SHORT + " --compile=False"
+    ),
     "python train.py configs/instructions_sft.py"
     " --data=PATH/instructions.json --init_from=out/tiny": SHORT,
     "python sample.py --chat --checkpoint=jingyaogong/minimind-3": FEW,

@@ -49,7 +49,7 @@ def little_data(config: TrainConfig, directory: Path) -> Path:
 
 
 def reduced(config: TrainConfig, directory: Path) -> TrainConfig:
-    """The recipe with a small shape, little data and 3 steps; all other options as they are."""
+    """The recipe with a small shape, little data, 3 steps and no compiler; else as it is."""
     tokenizer = config.tokenizer  # one that is trained stays so; others may be out of reach
     if config.init_from is None and tokenizer not in (None, "bpe"):
         tokenizer = "bytes"
@@ -73,6 +73,7 @@ def reduced(config: TrainConfig, directory: Path) -> TrainConfig:
         max_steps=3,
         sample_tokens=4,
         device="cpu",
+        compile=False,
     )
 
 
