@@ -91,7 +91,8 @@ def library() -> Path:
 
     Raises PermissionError if others than the user could write it.
     """
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line]
+    about_cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = [line for line in about_cpu if "flags" in line]
     made_of = [SOURCE.read_text(encoding="utf-8"), compiler(), *FLAGS, torch.__version__, cpu[0]]
     name = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpt")
