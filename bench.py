@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import matvec
 import train
 from checkpoint import load_model
 from config import TrainConfig, parse_config
@@ -38,7 +37,7 @@ from loss import LinearCrossEntropy
 from model import GPT, GPTConfig, Linear
 from quantize import Int8Linear, quantize_int8
 from report import forward_flops
-from sample import COMPILE_AFTER, generate, generate_stream
+from sample import COMPILE_AFTER, generate, generate_stream, prepare_weights
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -337,12 +336,7 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
         dtype = DTYPES.get(dtype_name, torch.bfloat16)
         ours, theirs = peers(config, device)
         ours, theirs = ours.to(dtype).eval(), theirs.to(dtype).eval()
-        if dtype_name == "int8":
-            quantize_int8(ours)
-        if device == "cpu":  # as in sample.py
-            matvec.pack(ours)
-            if dtype_name == "bf16":
-                matvec.load()
+        prepare_weights(ours, int8=dtype_name == "int8")
         weights = sum(linear_weights(ours))
         bandwidth = read_bandwidth(device, weights)
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

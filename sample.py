@@ -558,14 +558,9 @@ def main(arguments: list[str]) -> None:
     dtype = "bf16" if config.dtype == "int8" else config.dtype
     device, dtype, why = choose_device(config.device, dtype)
     model, tokenizer, directory = load_model(config.checkpoint, device, dtype)
-    name = str(dtype).removeprefix("torch.")
-    if config.dtype == "int8":
-        quantize_int8(model)
-        name = "int8"
-    if device.type == "cpu":
-        matvec.pack(model)
-        if name == "bfloat16" and (why_not := matvec.load(note)):
-            note(f"going on with torch's own product: {why_not}")
+    int8 = config.dtype == "int8"
+    prepare_weights(model, int8)
+    name = "int8" if int8 else str(dtype).removeprefix("torch.")
     if config.seed is None:
         config.seed = random.SystemRandom().getrandbits(31)
     note(f"{directory} on {device} in {name} ({why}); seed {config.seed}")
@@ -586,6 +581,21 @@ def main(arguments: list[str]) -> None:
         talk(writer, config.prompt)
     else:
         complete(writer, rows)
+
+
+def prepare_weights(model: GPT, int8: bool) -> None:
+    """Make a loaded model's weights ready for decoding: rounded, if int8; on a CPU, in one block,
+    and if they are bf16, multiplied by matvec.cpp."""
+    if int8:
+        quantize_int8(model)
+    kept = model.model.embed_tokens.weight  # which int8 leaves as it is
+    if kept.device.type != "cpu":
+        return
+    matvec.pack(model)
+    if kept.dtype == torch.bfloat16 and not int8:
+        why_not = matvec.load(note)
+        if why_not:
+            note(f"going on with torch's own product: {why_not}")
 
 
 def decide_compile(config: SampleConfig, device: torch.device) -> bool:

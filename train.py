@@ -330,7 +330,7 @@ def load_rows(
             val_nats = read_json(Path(data), "floor.json").get("val_nats")
         except ValueError as error:
             raise UserError(str(error)) from error
-        if not isinstance(val_nats, float):
+        if not isinstance(val_nats, int | float):
             raise UserError(f"{data}/floor.json: val_nats is {shown(val_nats)}, not a number")
         floor = val_nats / val_rows.num_targets
     return train_rows, val_rows, floor

@@ -5,7 +5,7 @@ nats per token. Measured, one seed:
 
 tokens  2.4 M, 1,300 steps of 8 rows of up to 256
 loss    from ln(1024) = 6.9 to 0.614 in validation, 0.040 above the floor
-time    three to four and a half minutes on 2 CPU cores, as fast as these are at the time
+time    4.2 minutes on 2 CPU cores, at a time when they were about half as fast as at their best
 memory  0.5 GiB
 """
 
