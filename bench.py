@@ -4,7 +4,7 @@
   python bench.py loop     what train.py's loop costs besides the model
   python bench.py loss     memory and time of the loss at Qwen3's vocabulary
   python bench.py decode   generation: prefill and decode
-  python bench.py all      everything;  --device=cuda on a GPU
+  python bench.py all      everything, one after the other;  --device=cuda on a GPU
 
 Peers run in the same process, taking turns, and each figure is the median of its rounds: the
 ratios can be trusted on a machine that other work slows down, the absolute times less. Each speed
@@ -22,16 +22,19 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+import decode
 import train
-from checkpoint import load_model
-from config import TrainConfig, parse_config
+from checkpoint import find_checkpoint, load_model
+from config import TrainConfig, UserError, choose_device, parse_config, run_program
 from evaluate import WORLD, story_loss
 from loss import LinearCrossEntropy
 from model import GPT, GPTConfig, Linear
@@ -56,6 +59,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def wait(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
+    if device == "mps":
+        torch.mps.synchronize()
 
 
 def take_turns(ways: dict[str, Callable], device: str, rounds: int) -> dict[str, float]:
@@ -258,8 +263,10 @@ def bench_loss(device: str) -> None:
         for way in ("plain", "ours"):
             arguments = [sys.executable, __file__, "one_loss", f"--way={way}", f"--dtype={dtype}"]
             done = subprocess.run(
-                [*arguments, f"--device={device}"], capture_output=True, text=True, check=True
+                [*arguments, f"--device={device}"], stdout=subprocess.PIPE, text=True
             )
+            if done.returncode:
+                sys.exit(1)  # it has said why
             results[way] = json.loads(done.stdout.splitlines()[-1])
         plain, ours = results["plain"], results["ours"]
         rows.append(
@@ -312,6 +319,8 @@ def memory_peak(device: str) -> int:
 
 def proc_status(field: str) -> int:
     """Bytes, from Linux's /proc/self/status."""
+    if not os.path.exists("/proc/self/status"):
+        raise UserError("bench.py loss reads the memory of a process from /proc, which Linux has")
     with open("/proc/self/status", encoding="utf-8") as file:
         line = next(line for line in file if line.startswith(field))
     return int(line.split()[1]) * 1024
@@ -323,9 +332,9 @@ def proc_status(field: str) -> int:
 def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
     """MiniMind-3's shape: a prompt, then 64 tokens; every figure is from whole calls of generate.
 
-    Ours makes its first 32 tokens by the plain step and the rest by the compiled one, so that one
-    call shows both. A step must read the weights once and the visible cache once: the bytes in the
-    table. They over the bandwidth are the floor, and "share" is floor / time.
+    A step must read the weights once and the visible cache once: the bytes in the table. They over
+    the bandwidth are the floor, and "share" is floor / time. On CUDA the compiled call makes its
+    first 32 tokens by the plain step.
     """
     config = SHAPES["64M"]
     # As in sample.py, and for transformers too: before this process has any tensor.
@@ -337,25 +346,33 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
         ours, theirs = peers(config, device)
         ours, theirs = ours.to(dtype).eval(), theirs.to(dtype).eval()
         prepare_weights(ours, int8=dtype_name == "int8")
+        why_not = decode.load() if device == "cpu" else None
+        if why_not is not None:
+            raise UserError(f"there is no compiled step to measure: {why_not}")
         weights = sum(linear_weights(ours))
         bandwidth = read_bandwidth(device, weights)
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         for B, context in ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024), (8, 4096)):
             prompts = torch.randint(3, config.vocab_size, (B, context)).tolist()
             turns = rounds if B * context <= 8192 else 1
-            names = ("ours", "dynamic cache", "static cache")
-            times: dict[str, list] = {name: [] for name in names}
+            ways: dict[str, Callable[[], list[float]]] = {
+                "plain": partial(time_generate, ours, prompts, False),
+                "compiled": partial(time_generate, ours, prompts, True),
+                "dynamic": partial(time_transformers, theirs, prompts, None),
+                "static": partial(time_transformers, theirs, prompts, "static"),
+            }
+            first: dict[str, list[float]] = defaultdict(list)
+            steps: dict[str, list[float]] = defaultdict(list)
             for _ in range(turns):
-                times["ours"].append(time_generate(ours, prompts))
-                times["dynamic cache"].append(time_transformers(theirs, prompts, None))
-                times["static cache"].append(time_transformers(theirs, prompts, "static"))
-            first = {n: statistics.median(t[0] for t in many) for n, many in times.items()}
-            steps = {n: [s for t in many for s in t[1:]] for n, many in times.items()}
-            # of each call: its first steps warm up, and the one that compiles is left out
-            plain = statistics.median(s for t in times["ours"] for s in t[5:COMPILE_AFTER])
-            compiled = statistics.median(s for t in times["ours"] for s in t[COMPILE_AFTER + 2 :])
-            dynamic = statistics.median(steps["dynamic cache"])
-            static = statistics.median(steps["static cache"])
+                for name, way in ways.items():
+                    times = way()
+                    first[name].append(times[0])
+                    # On CUDA from behind the one that compiles.
+                    is_captured = name == "compiled" and device != "cpu"
+                    steps[name] += times[COMPILE_AFTER + 2 if is_captured else 5 :]
+            prefill = {name: statistics.median(times) for name, times in first.items()}
+            step = {name: statistics.median(times) for name, times in steps.items()}
+            best = min(step["dynamic"], step["static"])
             read = weights + B * context * per_token * dtype.itemsize
             floor = read / bandwidth
             rows.append(
@@ -366,16 +383,15 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
                     "MB a step": f"{read / 1e6:,.0f}",
                     "GFLOP": f"{decode_flops(config, B, context) / 1e9:.2f}",
                     "GB/s": f"{bandwidth / 1e9:.0f}",
-                    "plain tokens/s": f"{B / plain:,.0f}",
-                    "share ": f"{floor / plain:.2f}",
-                    "compiled": f"{B / compiled:,.0f}",
-                    "share": f"{floor / compiled:.2f}",
-                    "compile s": f"{max(steps['ours']):.1f}",
-                    "transformers": f"{B / dynamic:,.0f}",
-                    "static": f"{B / static:,.0f}",
-                    "compiled / best": f"{min(dynamic, static) / compiled:.2f}",
-                    "prefill tokens/s": f"{B * context / first['ours']:,.0f}",
-                    "prefill / theirs": f"{first['dynamic cache'] / first['ours']:.2f}",
+                    "plain tokens/s": f"{B / step['plain']:,.0f}",
+                    "share ": f"{floor / step['plain']:.2f}",
+                    "compiled": f"{B / step['compiled']:,.0f}",
+                    "share": f"{floor / step['compiled']:.2f}",
+                    "transformers": f"{B / step['dynamic']:,.0f}",
+                    "static": f"{B / step['static']:,.0f}",
+                    "compiled / best": f"{best / step['compiled']:.2f}",
+                    "prefill tokens/s": f"{B * context / prefill['compiled']:,.0f}",
+                    "prefill / theirs": f"{prefill['dynamic'] / prefill['compiled']:.2f}",
                 }
             )
         check_same_tokens(ours, config)
@@ -410,10 +426,10 @@ def decode_flops(config: GPTConfig, B: int, S: int) -> float:
     return forward_flops(config, B, 1) + B * (S - 1) * per_key
 
 
-def time_generate(model: GPT, prompts: list[list[int]]) -> list[float]:
+def time_generate(model: GPT, prompts: list[list[int]], compile: bool) -> list[float]:
     """Seconds to the first token, and from each to the next; 64 tokens, greedy."""
     times = [time.perf_counter()]
-    for _ in generate_stream(model, prompts, 64, temperature=0.0, compile=True):
+    for _ in generate_stream(model, prompts, 64, temperature=0.0, compile=compile):
         times.append(time.perf_counter())
     return [after - before for before, after in pairwise(times)]
 
@@ -458,7 +474,7 @@ def device_name(device: str) -> str:
     return f"{torch.get_num_threads()} CPU threads"
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -469,22 +485,29 @@ def main() -> None:
     parser.add_argument("--config", default="configs/tiny.py", help="loop: the recipe")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
+    if options.rounds < 1:
+        raise UserError(f"--rounds={options.rounds}, but a median needs at least 1")
+    device = str(choose_device(options.device, "auto")[0])
+    if options.checkpoint is not None:  # before the long part: a mistake shows at once
+        find_checkpoint(options.checkpoint)
     if options.what == "one_loss":
-        one_loss(options.way, options.dtype, options.device)
+        one_loss(options.way, options.dtype, device)
     if options.what == "train":
-        bench_train(options.device, options.rounds)
+        bench_train(device, options.rounds)
     if options.what == "loop":
         bench_loop(options.config)
     if options.what == "loss":
-        bench_loss(options.device)
+        bench_loss(device)
     if options.what == "decode":
-        bench_decode(options.device, options.rounds, options.checkpoint)
+        bench_decode(device, options.rounds, options.checkpoint)
     if options.what == "all":  # each in a process of its own, with its own settings of memory
-        for what in ("train", "loss", "decode"):
-            subprocess.run([sys.executable, __file__, what, *sys.argv[2:]], check=True)
+        flags = [argument for argument in arguments if argument != "all"]
+        for what in ("train", "loop", "loss", "decode"):
+            if subprocess.run([sys.executable, __file__, what, *flags]).returncode:
+                sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

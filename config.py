@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from files import read_json, shown
+from files import is_text, read_json, shown
 
 
 class UserError(ValueError):
@@ -207,8 +207,9 @@ class SampleConfig:
     """Dtype of weights and cache. "auto": bf16 on CUDA, else fp32. "int8": weights of 8 bits with a
     scale for each output, the rest bf16: fewer bytes to read for a token, a little less exact."""
     compile: bool | None = None
-    """Compile the decode step, after its first tokens: this takes seconds, and half a minute the
-    first time; then each token takes a fraction of the time. None: if 1,000 tokens may come."""
+    """A compiled decode step, several times as fast. On a CPU decode.cpp's, compiled once on each
+    machine (seconds); None: yes. On CUDA torch.compile's, after the first tokens, which takes
+    seconds in each process; None: if 1,000 tokens may come."""
 
 
 Config = TypeVar("Config", TrainConfig, SampleConfig)
@@ -239,8 +240,10 @@ def parse_config(config_class: type[Config], arguments: list[str]) -> Config:
             config.out_dir = f"out/{Path(files[0]).stem if files else 'run'}"
         saved = Path(config.out_dir) / "train_config.json"
         if config.resume and os.path.isfile(saved):  # unlike Path's, it bears any name
-            # The run's own options, as it was started; flags given now go over them.
-            config = replace(config, **read_saved_options(saved))
+            # The run's own options, as it was started; flags given now go over them. Where it lies
+            # is for us to say: its file may be a stranger's, and name another directory.
+            where = {"out_dir": config.out_dir, "resume": True}
+            config = replace(config, **(read_saved_options(saved) | where))
             config = tyro.cli(
                 config_class, prog=program, default=config, args=flags, config=convert
             )
@@ -317,12 +320,13 @@ def read_config_file(path: Path, config_class: type) -> dict:
     return values
 
 
-def checked(value: object, expected: type, where: str) -> object:
+def checked(value: object, expected: type, where: str) -> Any:
     """The value, if it is of the option's type (a whole number passes for a float)."""
     allowed = get_args(expected) or (expected,)
     if float in allowed and type(value) is int and abs(value) < 1e300:
         return float(value)
-    if not any(value == option or type(value) is option for option in allowed):
+    is_str = isinstance(value, str)  # a Literal's; an array would answer == with an array
+    if not any(type(value) is option or (is_str and value == option) for option in allowed):
         names = [getattr(option, "__name__", repr(option)) for option in allowed]
         names = ["None" if name == "NoneType" else name for name in names]
         raise UserError(f"{where} = {shown(value)}, but it must be {' or '.join(names)}")
@@ -340,6 +344,11 @@ def check_values(config: TrainConfig) -> None:
             raise UserError(f"{name} = {shown(value)}, but it must be below 2**31")
         if value == "":
             raise UserError(f"{name} is empty: leave --{name} out, or give it a value")
+        if isinstance(value, str) and not is_text(value):
+            raise UserError(
+                f"{name} = {shown(value)} is not UTF-8, so train_config.json could not keep it and "
+                "the run could not be continued: rename the file"
+            )
     at_least_one = "max_steps batch_size grad_accum vocab_size eval_every save_every log_every"
     for name in at_least_one.split() + ["keep_checkpoints", "eval_batches"]:
         value = getattr(config, name)

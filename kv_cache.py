@@ -31,10 +31,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
     ):
         shape = (batch_size, config.num_key_value_heads, max_length, config.head_dim)
-        # One tensor a layer: of one for all, the compiler would copy the whole to write a slot.
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.keys, self.values = room(config.num_hidden_layers, shape, device, dtype)
         self.real = torch.zeros(batch_size, max_length, device=device, dtype=torch.bool)
         self.row_lengths = torch.zeros(batch_size, device=device, dtype=torch.long)  # real tokens
         self.length = 0  # slots filled, the same in every row; a host number: reading it is free
@@ -94,8 +91,31 @@ class KVCache:
         larger.length, larger.padded = self.length, self.padded
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep only `rows` (indices), in that order; an index given twice copies its row."""
-        for layers in (self.keys, self.values):
-            for layer, tensor in enumerate(layers):  # one by one: no second cache beside the first
-                layers[layer] = tensor[rows]
+        """Keep only `rows` (indices), in that order; an index given twice copies its row.
+
+        Fewer rows stay where they are in memory, more move to a larger place.
+        """
+        old, used, new = self.keys + self.values, slice(0, self.length), slice(0, len(rows))
+        if len(rows) > len(self.real):
+            shape = (len(rows), *old[0].shape[1:])
+            self.keys, self.values = room(len(self.keys), shape, old[0].device, old[0].dtype)
+        self.keys = [tensor[new] for tensor in self.keys]
+        self.values = [tensor[new] for tensor in self.values]
+        for before, after in zip(old, self.keys + self.values, strict=True):
+            after[:, :, used] = before[rows, :, used]
         self.real, self.row_lengths = self.real[rows], self.row_lengths[rows]
+
+
+def room(
+    layers: int, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Zeros for the keys and the values of each layer.
+
+    On a CPU one block for all, which then lies in pages of 2 MiB (decode.pack says why). On others
+    one tensor a layer: of a block, torch.compile would copy the whole to write a slot.
+    """
+    if torch.device(device).type == "cpu":
+        block = torch.zeros((2, layers, *shape), device=device, dtype=dtype)
+        return list(block[0]), list(block[1])
+    tensors = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2 * layers)]
+    return tensors[:layers], tensors[layers:]

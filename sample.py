@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import random
-import shutil
+import secrets
 import sys
 import time
 import warnings
@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import matvec
+import decode
 from chat import note, talk
 from checkpoint import load_model
 from config import SampleConfig, UserError, choose_device, parse_config, run_program
+from data.sources import RowError, chat_messages
 from data.tokenizer import Tokenizer
 from files import DEEPEST_JSON, is_deeper, read_json, shown
 from kv_cache import KVCache
@@ -103,15 +104,17 @@ def pick(scores: Tensor, generators: list[torch.Generator] | None) -> Tensor:
 
     If the e_i are exponentially distributed, argmax p_i / e_i is i with probability p_i. Unlike
     torch.multinomial that lets each row have its own noise, so that a row's text does not depend on
-    its neighbours, and it never makes the host wait.
+    its neighbours, and it never makes the host wait. -1 for a row with a score that is no number.
     """
+    broken = scores.isnan().any(dim=-1)  # (B,)
     if generators is None:
-        return scores.argmax(dim=-1)
+        return scores.argmax(dim=-1).masked_fill(broken, -1)
     noise = torch.empty_like(scores)
     for row, generator in enumerate(generators):
         noise[row].exponential_(generator=generator)
     smallest = torch.finfo(noise.dtype).tiny  # 0 / 0 would be picked
-    return (scores.softmax(dim=-1) / noise.clamp(min=smallest)).argmax(dim=-1)
+    ids = (scores.softmax(dim=-1) / noise.clamp(min=smallest)).argmax(dim=-1)
+    return ids.masked_fill(broken, -1)
 
 
 def row_generator(seed: int, prompt: int, sample: int, device: torch.device) -> torch.Generator:
@@ -151,9 +154,10 @@ def generate_stream(
     process_logits. logit_bias is added to the scores of its ids; forbidden_ids never come. What is
     drawn depends on the seed and the row's place alone, not on the other rows.
 
-    compile: compile the decode step (GPT.decode_step), but not before COMPILE_AFTER tokens: an
-    answer that ends sooner does not wait for it. Rows that have ended then stay in the batch, since
-    another batch size would be another compilation.
+    compile: take the compiled decode step. On a CPU that is decode.cpp's, if it is loaded and made
+    for this model and batch (decode.step_of). On CUDA torch.compile's, but not before COMPILE_AFTER
+    tokens: an answer that ends sooner does not wait for it; rows that have ended then stay in the
+    batch, since another batch size would be another compilation.
 
     cache: for one prompt and one sample, a cache that holds the prompt's beginning, which is then
     not computed again. At the end it holds the prompt and all new tokens but the last. None: one is
@@ -161,13 +165,14 @@ def generate_stream(
 
     Runs in eval mode and restores the mode at the end. Raises UserError (a ValueError) at the first
     step: for options out of range, a prompt that is empty, too long or outside the vocabulary, and
-    for a cache that memory does not hold.
+    for a cache that memory does not hold; at any step for scores that are NaN.
     """
     check_options(max_new_tokens=max_new_tokens, num_samples=num_samples, **sampling)
     check_prompts(model, prompts)
     if not prompts:
         return
     device, V = model.model.embed_tokens.weight.device, model.config.vocab_size
+    captured = compile and device.type == "cuda"  # the step becomes a graph, of fixed shapes
     limit, stop_ids = model.config.max_position_embeddings, frozenset(stop_ids)
     prompt_of = [p for p in range(len(prompts)) for _ in range(num_samples)]  # by row
     left = [min(max_new_tokens, limit + 1 - len(prompts[p])) for p in prompt_of]  # tokens, by row
@@ -175,9 +180,8 @@ def generate_stream(
     input_ids, mask = left_padded(prompts, device)  # (prompts, T)
     needed = input_ids.shape[1] + max(left) - 1
     if cache is None:
-        # On a GPU one of a few lengths: the next request may then find its step compiled. On a CPU
-        # one more: a view of the whole cache would be another case, and compiled once more.
-        length = rounded_up(needed) if compile and device.type == "cuda" else needed + compile
+        # On a GPU one of a few lengths: the next request may then find its step compiled.
+        length = rounded_up(needed) if captured else needed
         cache = make_cache(model, len(prompts), length, num_samples)
     elif len(left) > 1 or cache.length >= input_ids.shape[1] or needed > cache.max_length:
         raise ValueError(
@@ -203,14 +207,19 @@ def generate_stream(
             copies = torch.tensor(prompt_of, device=device)
             cache.select_rows(copies)
             logits = logits[copies]
-        steps, step = 0, lambda ids: model(ids, cache=cache)
+        steps, step = 0, first_step(model, cache, compile)
         batch = list(range(len(left)))  # the rows that are in the batch
         while True:
             ids = pick(process_logits(logits, bias, seen, **sampling), generators)  # (B,)
             if seen is not None:
-                seen.scatter_(1, ids[:, None], True)
+                seen.scatter_(1, ids[:, None].clamp(min=0), True)
             # tolist() is the one place where the host waits for the device.
             made = [(row, id) for row, id in zip(batch, ids.tolist(), strict=True) if left[row]]
+            if any(id < 0 for _, id in made):
+                raise UserError(
+                    "the model's scores are not numbers: its weights are damaged, or too large for "
+                    f"{logits.dtype} (--dtype=fp32 or bf16 bears larger ones)"
+                )
             for row, id in made:
                 stopped = id in stop_ids or (stop_when is not None and stop_when(row, id))
                 left[row] = 0 if stopped else left[row] - 1
@@ -218,7 +227,7 @@ def generate_stream(
             alive = [place for place, row in enumerate(batch) if left[row]]
             if not alive:
                 return
-            if len(alive) <= len(batch) // 2 and not (compile and steps >= COMPILE_AFTER):
+            if len(alive) <= len(batch) // 2 and not (captured and steps >= COMPILE_AFTER):
                 # To drop rows costs a copy of the cache: worth it once half of them have ended.
                 keep = torch.tensor(alive, device=device)
                 cache.select_rows(keep)
@@ -226,8 +235,9 @@ def generate_stream(
                 seen = seen[keep] if seen is not None else None
                 generators = [generators[place] for place in alive] if generators else None
                 batch = [batch[place] for place in alive]
+                step = first_step(model, cache, compile)
             steps += 1
-            if compile and steps == COMPILE_AFTER:
+            if captured and steps == COMPILE_AFTER:
                 step = compiled_step(model, cache)
             logits = step(ids[:, None])[:, -1]
     finally:
@@ -248,28 +258,26 @@ def generate(
     return new
 
 
-def compiled_step(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
-    """The compiled decode step: from the last ids (B, 1) to the next logits (B, 1, V).
+def first_step(model: GPT, cache: KVCache, compile: bool) -> Callable[[Tensor], Tensor]:
+    """From the last ids (B, 1) to the next logits (B, 1, V): by decode.cpp, or the plain step."""
+    step = decode.step_of(model, cache) if compile else None
+    return step or (lambda ids: model(ids, cache=cache))
 
-    It is compiled once for all positions. On a CPU the number of keys is a symbol in it, and the
-    step reads what the cache holds; on a GPU, where a graph has fixed shapes, it reads the smallest
-    of a few capacities that holds the row, and is captured once for each.
+
+def compiled_step(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
+    """The same on a GPU by torch.compile, for all positions.
+
+    A graph has fixed shapes: the step reads the smallest of a few capacities that holds the row, is
+    compiled once for each, and captured.
     """
     device = cache.real.device
-    on_cpu = device.type == "cpu"
-    if on_cpu:
-        # The model's epsilons are constants. As symbols they would be tensors made at each step,
-        # and to find the step that an earlier process compiled would take twice as long.
-        torch._dynamo.config.specialize_float = True
-    # The C++ wrapper leaves no Python between one kernel and the next.
-    options: dict | None = {"cpp_wrapper": True} if on_cpu else None
-    compiled = torch.compile(model.decode_step, fullgraph=True, dynamic=on_cpu, options=options)
+    compiled = torch.compile(model.decode_step, fullgraph=True, dynamic=False)
     call = CudaGraphs(compiled) if device.type == "cuda" else compiled
     slot = torch.tensor([cache.length], device=device)
 
     def step(ids: Tensor) -> Tensor:
         length = cache.length + 1
-        logits = call(ids, cache, slot, length if on_cpu else cache.capacity(length))
+        logits = call(ids, cache, slot, cache.capacity(length))
         slot.add_(1)
         cache.length = length
         return logits
@@ -565,11 +573,6 @@ def main(arguments: list[str]) -> None:
         config.seed = random.SystemRandom().getrandbits(31)
     note(f"{directory} on {device} in {name} ({why}); seed {config.seed}")
     config.compile = decide_compile(config, device)
-    if config.compile:
-        note(
-            f"after {COMPILE_AFTER} tokens the decode step is compiled: that takes seconds, "
-            "and half a minute the first time"
-        )
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
     writer = Writer(model, tokenizer, config, stop_ids_of(directory, tokenizer), unused)
     if config.chat:
@@ -584,34 +587,27 @@ def main(arguments: list[str]) -> None:
 
 
 def prepare_weights(model: GPT, int8: bool) -> None:
-    """Make a loaded model's weights ready for decoding: rounded, if int8; on a CPU, in one block,
-    and if they are bf16, multiplied by matvec.cpp."""
+    """Make a loaded model's weights ready for decoding: rounded, if int8; on a CPU in one block."""
     if int8:
         quantize_int8(model)
-    kept = model.model.embed_tokens.weight  # which int8 leaves as it is
-    if kept.device.type != "cpu":
-        return
-    matvec.pack(model)
-    if kept.dtype == torch.bfloat16 and not int8:
-        why_not = matvec.load(note)
-        if why_not:
-            note(f"going on with torch's own product: {why_not}")
+    if model.model.embed_tokens.weight.device.type == "cpu":
+        decode.pack(model)
 
 
 def decide_compile(config: SampleConfig, device: torch.device) -> bool:
-    """Whether to compile: as asked, or if the answer may be long; if there is a compiler."""
-    if config.compile is None:
-        wanted = config.max_new_tokens >= LONG_ANSWER
-    else:
-        wanted = config.compile
+    """Whether to take the compiled step: as asked, or if it pays; if there is a compiler."""
     if device.type == "cuda":
-        compiler, there = "triton", importlib.util.find_spec("triton") is not None
+        long = config.max_new_tokens >= LONG_ANSWER
+        wanted = long if config.compile is None else config.compile
+        why_not = None if importlib.util.find_spec("triton") else "torch.compile needs triton"
     else:
-        compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
-        there = shutil.which(compiler) is not None
-    if wanted and config.compile and not there:
-        note(f"--compile needs {compiler}, which is not here: going on without")
-    return wanted and there
+        wanted = device.type == "cpu" and config.compile is not False
+        why_not = decode.load(note) if wanted else None
+    if wanted and why_not:
+        note(f"going on with the plain step: {why_not}")
+    if wanted and not why_not and device.type == "cuda":
+        note(f"after {COMPILE_AFTER} tokens the decode step is compiled: that takes seconds")
+    return wanted and not why_not
 
 
 def complete(writer: Writer, rows: list[dict]) -> None:
@@ -692,24 +688,25 @@ def check_row(row: Any, where: str) -> None:
     if field != "messages":
         if not isinstance(value, str):
             raise UserError(f'{where}: "{field}" is {shown(value)}, not a text')
-    elif not isinstance(value, list) or not value:
-        raise UserError(f'{where}: "messages" is not a list of messages')
-    else:
-        for message in value:
-            if not isinstance(message, dict):
-                raise UserError(f'{where}: in "messages", {shown(message)} is not a message')
-            for part in ("role", "content"):
-                if not isinstance(message.get(part), str):
-                    raise UserError(f'{where}: a message has no text as its "{part}"')
-        if value[-1]["role"] == "assistant":
-            raise UserError(f'{where}: the last of "messages" is an answer already')
+        return
+    try:
+        messages = chat_messages(row, "messages")
+    except RowError as error:
+        raise UserError(f"{where}: {error}") from error
+    if messages[-1]["role"] == "assistant":
+        raise UserError(f'{where}: the last of "messages" is an answer already')
 
 
-def row_ids(tokenizer: Tokenizer, row: dict) -> list[int]:
-    """A row's ids, with what training put before a document or around a chat."""
-    if "messages" in row:
-        return tokenizer.render_chat(row["messages"], add_generation_prompt=True)[0]
-    return tokenizer.encode_prompt(row["prompt"] if "prompt" in row else row["text"])
+def row_ids(tokenizer: Tokenizer, row: dict, where: str = "the prompt") -> list[int]:
+    """The ids of a row that check_row passed, with what training put before a document or around a
+    chat. UserError, naming where the row stands, for a chat that the tokenizer cannot write."""
+    if "messages" not in row:
+        return tokenizer.encode_prompt(row["prompt"] if "prompt" in row else row["text"])
+    try:
+        messages = chat_messages(row, "messages")
+        return tokenizer.render_chat(messages, add_generation_prompt=True)[0]
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def read_prompt(prompt: str) -> str:
@@ -734,12 +731,15 @@ def read_text(file: str) -> str:
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all. Raises UserError."""
-    partial = file.with_name(file.name + ".partial")
+    partial = file.with_name(f".{secrets.token_hex(8)}.partial")  # a name that is nobody's
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
+        with open(partial, "x", encoding="utf-8", errors="replace") as opened:
+            opened.write(text)
         partial.replace(file)
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)  # of a failure, or of Ctrl-C
 
 
 def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 from reference import MINIMIND_3, padded_batch, peer, positions_of, random_ids, random_model, tiny
 
 import checkpoint
+import sample
 import train
 from config import TrainConfig
 from kv_cache import KVCache
@@ -203,6 +204,13 @@ def test_decoding_is_not_compiled_anew_for_every_position():
     with torch.compiler.set_stance("fail_on_recompile"):
         made += list(stream)
     assert len(made) == 120
+
+
+def test_a_short_answer_is_not_compiled(monkeypatch):
+    model = random_model(SHAPE).to(DEVICE)
+    monkeypatch.setattr(sample, "compiled_step", lambda *_: pytest.fail("compiled"))
+    expected = generate(model, PROMPTS, COMPILE_AFTER, temperature=0)
+    assert generate(model, PROMPTS, COMPILE_AFTER, temperature=0, compile=True) == expected
 
 
 def test_compiled_and_captured_steps_give_the_tokens_of_plain_ones():

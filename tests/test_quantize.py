@@ -6,17 +6,18 @@ import torch
 from reference import random_model, tiny
 
 from model import Linear
-from quantize import FEW_ROWS, Int8Linear, quantize_int8
+from quantize import Int8Linear, quantize_int8
 from sample import generate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
-def test_the_product_is_off_by_the_rounding_of_the_weights_alone(rows, dtype):
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("inputs", [64, 72])  # torch's own product for int8 crashes with 72
+def test_the_product_is_off_by_the_rounding_of_the_weights_alone(rows, inputs, dtype):
     torch.manual_seed(0)
-    linear = Linear(64, 40).to(dtype)
+    linear = Linear(inputs, 40).to(dtype)
     int8 = Int8Linear(linear)
-    x = torch.randn(rows, 64).to(dtype)
+    x = torch.randn(rows, inputs).to(dtype)
     exact = x.double() @ linear.weight.detach().double().T
     step = linear.weight.detach().double().abs().amax(dim=1) / 127  # (40,)
     bound = x.double().abs().sum(dim=1, keepdim=True) * step / 2  # (rows, 40)

@@ -379,7 +379,34 @@ def test_a_kept_cache_spares_what_it_holds(model):
     assert len(cache_prompt) < cache.length
 
 
-def test_compiled_gives_the_same_tokens_and_one_graph_for_all_positions(model, monkeypatch):
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(seed=1), dict(top_p=0.5)])
+def test_scores_that_are_not_numbers_are_an_error_and_not_a_text(model, options):
+    broken = random_model(model.config)
+    with torch.no_grad():
+        broken.model.norm.weight[3] = float("nan")
+    with pytest.raises(UserError, match="not numbers"):
+        generate(broken, [[1, 2]], 5, forbidden_ids=range(7), repetition_penalty=1.1, **options)
+    overflowing = random_model(model.config)
+    with torch.no_grad():
+        overflowing.lm_head.weight.mul_(1e38).mul_(1e3)
+    with pytest.raises(UserError, match="not numbers"):
+        generate(overflowing, [[1, 2]], 5, **options)
+
+
+def tokens_by(step_of, model, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens by a step that is made from the model and a cache with the prompt."""
+    with torch.inference_mode():
+        cache = KVCache(model.config, 1, model.config.max_position_embeddings)
+        ids = model(torch.tensor([prompt]), cache=cache)[:, -1].argmax(dim=-1)
+        step, made = step_of(model, cache), [int(ids)]
+        while len(made) < count:
+            ids = step(ids[:, None])[:, -1].argmax(dim=-1)
+            made.append(int(ids))
+    return made
+
+
+def test_the_step_of_gpus_gives_the_same_tokens_with_one_graph_a_capacity(model, monkeypatch):
+    """`compiled_step` on the CPU, with a compiler that counts; the GPU's graphs are in test_gpu."""
     graphs = []
 
     def count(graph, _):
@@ -388,35 +415,20 @@ def test_compiled_gives_the_same_tokens_and_one_graph_for_all_positions(model, m
 
     torch.compiler.reset()
     compile = torch.compile
-
-    def compile_with_count(call, fullgraph, dynamic, options):
-        return compile(call, fullgraph=fullgraph, dynamic=dynamic, backend=count)
-
-    monkeypatch.setattr(torch, "compile", compile_with_count)
-    monkeypatch.setattr(sample, "COMPILE_AFTER", 2)
-    expected = generate(model, PROMPTS, 30, temperature=0, stop_ids=[5])
-    assert generate(model, PROMPTS, 30, temperature=0, stop_ids=[5], compile=True) == expected
-    assert len(graphs) == 1
-    # Another request of the same shape, with other lengths and other tokens, finds it compiled.
-    others = [[3, 2], [1], [5] * 20, [8]]
-    expected = generate(model, others, 50, temperature=0)
-    assert generate(model, others, 50, temperature=0, compile=True) == expected
-    assert len(graphs) == 1
-
-
-def test_a_short_answer_is_not_compiled(model, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
-    new = sample.COMPILE_AFTER
-    assert generate(model, PROMPTS, new, temperature=0, compile=True) == generate(
-        model, PROMPTS, new, temperature=0
-    )
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: compile(*a, backend=count, **k))
+    monkeypatch.setattr(KVCache, "capacity", lambda cache, length: 16 if length <= 16 else 64)
+    made = tokens_by(sample.compiled_step, model, [5, 4, 3], 40)
+    assert made == plain(model, [5, 4, 3], 40) and len(graphs) == 2
+    # Another request finds them compiled.
+    assert tokens_by(sample.compiled_step, model, [7], 50) == plain(model, [7], 50)
+    assert len(graphs) == 2
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor_gives_the_same_tokens(model):
+def test_the_step_of_gpus_compiled_by_inductor_gives_the_same_tokens(model):
     torch.compiler.reset()
-    expected = generate(model, PROMPTS, 200, temperature=0)
-    assert generate(model, PROMPTS, 200, temperature=0, compile=True) == expected
+    made = tokens_by(sample.compiled_step, model, [5, 4, 3], 50)
+    assert made == plain(model, [5, 4, 3], 50)
 
 
 @pytest.mark.gpu
