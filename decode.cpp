@@ -17,8 +17,10 @@
 #include <cstring>
 #include <vector>
 
-#include <immintrin.h>
 #include <omp.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 // ---------------------------------------------------------------- numbers, sixteen at a time
 

@@ -196,7 +196,7 @@ def load(tell: Callable[[str], None] = lambda text: None) -> str | None:
             compile_to(file)
             loaded = ctypes.CDLL(str(file))
         call = loaded.decode_step
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         return f"decode.cpp could not be compiled: {error}"
     call.argtypes, call.restype = [POINTER(Step)], None
     return None
@@ -208,8 +208,8 @@ def library() -> Path:
     Raises PermissionError if others than the user could write it.
     """
     about_cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    cpu = [line for line in about_cpu if "flags" in line]
-    made_of = [SOURCE.read_text(encoding="utf-8"), compiler(), *FLAGS, cpu[0]]
+    cpu = [line for line in about_cpu if "flags" in line][:1]
+    made_of = [SOURCE.read_text(encoding="utf-8"), compiler(), *FLAGS, *cpu]
     name = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpt")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

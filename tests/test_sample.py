@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+import decode
 import sample
 from config import UserError
 from kv_cache import KVCache
@@ -83,7 +84,10 @@ def trained_model():
 
 
 @pytest.mark.parametrize("weights", ["random", "trained"])
-def test_greedy_equals_transformers_over_200_tokens_alone_and_left_padded(model, weights):
+@pytest.mark.parametrize("compile", [False, True])
+def test_greedy_equals_transformers_over_200_tokens_alone_and_left_padded(model, weights, compile):
+    if compile and decode.load() is not None:
+        pytest.skip("decode.cpp cannot be compiled here")
     if weights == "trained":
         model = trained_model()
     qwen = peer(model)
@@ -94,9 +98,9 @@ def test_greedy_equals_transformers_over_200_tokens_alone_and_left_padded(model,
     options = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     theirs = qwen.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
     assert min(len(set(ids)) for ids in theirs) > 10
-    assert generate(model, PROMPTS, 200, temperature=0) == theirs
+    assert generate(model, PROMPTS, 200, temperature=0, compile=compile) == theirs
     alone = qwen.generate(torch.tensor([PROMPTS[0]]), **options)[0, lengths[0] :].tolist()
-    assert generate(model, [PROMPTS[0]], 200, temperature=0) == [alone]
+    assert generate(model, [PROMPTS[0]], 200, temperature=0, compile=compile) == [alone]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -210,6 +214,7 @@ from pathlib import Path
 import torch
 from kv_cache import KVCache
 from model import GPT, GPTConfig
+import decode
 from sample import generate_stream
 
 def resident():
@@ -217,17 +222,17 @@ def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) * 1024
 
 torch.manual_seed(0)
-half_stop = sys.argv[1] == "half stop"
+half_stop, compiled = sys.argv[1] == "half stop", decode.load() is None
 config = GPTConfig(100, 32, 4, 2, 48, num_key_value_heads=1, head_dim=64)
 model, prompts = GPT(config), [[row + 1] for row in range(8)]
-options = {"temperature": 0.0}
+options = {"temperature": 0.0, "compile": compiled}
 if half_stop:
     made = [0] * 8
     def stop(row, id):
         made[row] += 1
         return row >= 4 and made[row] == 2048
     options["stop_when"] = stop
-list(generate_stream(model, prompts, 20, temperature=0.0))
+list(generate_stream(model, prompts, 20, temperature=0.0, compile=compiled))
 before = peak = resident()
 for step, _ in enumerate(generate_stream(model, prompts, 4096, **options)):
     if step % 64 == 0 or step == 2048:
