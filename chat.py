@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from config import UserError
+from data.sources import RowError, parse
 from data.tokenizer import Tokenizer
 from kv_cache import KVCache
 
@@ -110,13 +111,37 @@ class Chat:
         return False
 
     def save(self, file: str) -> None:
-        messages = [{name: m[name] for name in ("role", "content")} for m in self.messages]
+        """Append the conversation to a file, without questions that got an empty answer."""
+        messages: list[dict] = []
+        for message in self.messages:
+            messages.append({name: message[name] for name in ("role", "content")})
+            if not message["content"].strip():
+                del messages[-2:]
+        left_out = len(self.messages) - len(messages)
         try:
-            with open(file, "a", encoding="utf-8") as out:
-                out.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-            note(f"the conversation is in {file}")
-        except OSError as error:
-            note(f"/save needs a file that can be written, not {file!r} ({error.strerror})")
+            parse({"messages": messages})
+            append_line(file, json.dumps({"messages": messages}, ensure_ascii=False))
+        except RowError as error:
+            note(f"there is nothing to /save that train.py would read ({error})")
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+            note(f"/save needs a file that can be written, not {file!r} ({error})")
+        else:
+            empty = f", all but {left_out // 2} empty answers" if left_out else ""
+            note(f"the conversation is in {file}{empty}")
+
+
+def append_line(file: str, line: str) -> None:
+    """Add a line to a file; where that fails, OSError, and the file is as it was."""
+    length = os.path.getsize(file) if os.path.isfile(file) else 0
+    try:
+        with open(file, "ab+") as out:
+            out.seek(max(0, length - 1))
+            gap = "" if out.read(1) in (b"", b"\n") else "\n"
+            out.write(f"{gap}{line}\n".encode())
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(file, length)
+        raise
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:

@@ -18,18 +18,22 @@ import hashlib
 import json
 import math
 import os
+import pickletools
 import platform
 import re
 import shutil
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from config import TrainConfig, UserError, read_saved_options
+from config import TrainConfig, UserError, checked, read_saved_options
 from data.tokenizer import Tokenizer
-from files import own_file, read_json
+from files import own_file, read_file, read_json, shown, sync
 from locks import file_lock
 from model import GPT
 from pretrained import local_directory
@@ -37,16 +41,20 @@ from report import read_metrics
 
 STEP_NAME = re.compile(r"step_\d{8,}")
 SUMS = "step.sha256"  # `sha256sum -c step.sha256` checks it too
+HOLDER = ".lock_holder"
 MODEL_FILES = (
     "config.json model.safetensors tokenizer.json tokenizer_config.json generation_config.json"
 ).split()
 
 
 def saved_steps(run: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest first."""
+    """The run's whole checkpoints, oldest first. UserError where we may not look for them."""
     if not os.path.isdir(run):
         return []
-    steps = [entry for entry in run.iterdir() if STEP_NAME.fullmatch(entry.name)]
+    try:
+        steps = [entry for entry in run.iterdir() if STEP_NAME.fullmatch(entry.name)]
+    except OSError as error:
+        raise UserError(f"{run} cannot be read: {error.strerror}") from error
     return sorted(steps, key=lambda step: int(step.name.removeprefix("step_")))
 
 
@@ -57,7 +65,10 @@ def find_checkpoint(path: str | None) -> Path | str:
     returned as it is. Raises UserError where there is nothing.
     """
     if path is None:
-        newest = [saved_steps(run)[-1] for run in Path("out").glob("*") if saved_steps(run)]
+        newest: list[Path] = []
+        for run in Path("out").glob("*"):
+            with contextlib.suppress(UserError):  # somebody else's
+                newest += [step for step in saved_steps(run)[-1:] if os.path.exists(step)]
         if not newest:
             raise UserError(
                 "there is no run under out/ to sample from; train one first: "
@@ -167,7 +178,7 @@ def prune(run: Path, keep: int) -> None:
 def sweep(run: Path) -> None:
     """Remove what was being written, or removed, when a process was killed. Needs the RunLock."""
     for left in run.glob(".partial_*"):
-        if left.is_dir():
+        if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
@@ -183,18 +194,104 @@ def val_loss_of(step: Path) -> float | None:
     return val_loss if isinstance(val_loss, float) and math.isfinite(val_loss) else None
 
 
+# What torch.save calls for plain values and fp32 tensors. torch.load would call more: bytearray.
+CALLED = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch FloatStorage"}
+
+
 def load_training_state(step: Path) -> dict:
-    """What save_checkpoint was given, on the CPU. Data only: nothing in the file can run."""
+    """What save_checkpoint was given, on the CPU. Data only: nothing in the file can run, or takes
+    more memory than the file has bytes. `check_state` says whether a run can go on from it."""
     file = step / "training_state.pt"
     shards = [path.relative_to(step).as_posix() for path in (step / "training_state").glob("*")]
     check(step, [file.name, *shards])
     try:
+        check_archive(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
             raise ValueError("it is not what a run leaves to go on from")
         return state
     except Exception as error:  # a damaged file raises almost anything
         raise UserError(f"{file} is missing or damaged; {way_out(step)}") from error
+
+
+def check_archive(file: Path) -> None:
+    """Refuse a file of torch.save's that would take more memory than room. Raises almost anything.
+
+    It is a zip file, in which torch packs nothing; torch.load reads what begins otherwise too.
+    """
+    with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > file.stat().st_size:
+            raise ValueError("what is in it is larger than the file")
+        for entry in entries:
+            if entry.filename.lower().endswith(".pkl"):
+                codes = pickletools.genops(archive.read(entry))
+                called = {name for code, name, _ in codes if code.name == "GLOBAL"}
+                if not called <= CALLED:
+                    raise ValueError(f"it would call {called - CALLED}")
+        opened.seek(0)
+        if opened.read(4) != b"PK\3\4":
+            raise ValueError("it does not begin as a zip file")
+
+
+def check_state(
+    state: dict, step: Path, progress: type, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Refuse, by its field, what a run of this shape does not save: the file may be anybody's.
+
+    `state` is what load_training_state gave, `progress` the class of its "progress". "optimizers"
+    may be None: the moments lie beside it then, in parts, and are for `check_moments`.
+    Raises UserError.
+    """
+    file = step / "training_state.pt"
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    parts = {"progress": get_type_hints(progress)}
+    parts["scaler"] = {name: type(value) for name, value in scaler.items()}
+    try:
+        for part, kinds in parts.items():
+            found = checked(state.get(part), dict, f"{file}: {part}")
+            if part == "scaler" and not found:
+                continue  # the run was not in fp16
+            for name, kind in kinds.items():
+                value = checked(found.get(name), kind, f"{file}: {part}.{name}")
+                most = 2**31 if name == "_growth_tracker" else 2**63  # which torch keeps as int32
+                if kind in (int, float) and not 0 <= value < most:
+                    raise UserError(f"{file}: {part}.{name} = {shown(value)} is out of range")
+            if len(found) > len(kinds):
+                raise UserError(f"{file}: {part} holds more than {', '.join(kinds)}")
+        checked(state.get("data"), str, f"{file}: data")
+        if state.get("optimizers", "missing") is not None:
+            check_moments(state.get("optimizers"), file, optimizers)
+    except UserError as error:
+        raise UserError(f"{error}; {way_out(step)}") from error
+
+
+def check_moments(moments: object, file: Path, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Refuse moments that these optimizers do not have: of each parameter all that it keeps, in its
+    shape, or nothing of any, as before the first step. Raises UserError."""
+    if not isinstance(moments, list) or len(moments) != len(optimizers):
+        raise UserError(f"{file}: optimizers is not a list of {len(optimizers)} states")
+    for number, (optimizer, saved) in enumerate(zip(optimizers, moments, strict=True)):
+        where = f"{file}: optimizers.{number}"
+        states = checked(checked(saved, dict, where).get("state"), dict, f"{where}.state")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(states) not in (0, len(parameters)):
+            raise UserError(f"{where}.state is of {len(states)} parameters, not {len(parameters)}")
+        for place, parameter in enumerate(parameters[: len(states)]):
+            expected = {name: parameter.shape for name in ("exp_avg", "exp_avg_sq")} | {"step": ()}
+            if isinstance(optimizer, torch.optim.Muon):
+                expected = {"momentum_buffer": parameter.shape}
+            kept = checked(states.get(place), dict, f"{where}.state.{place}")
+            if kept.keys() != expected.keys():
+                raise UserError(
+                    f"{where}.state.{place} has {shown(list(kept))}, not {', '.join(expected)}"
+                )
+            for name, shape in expected.items():
+                value = kept[name]
+                if not isinstance(value, Tensor) or value.shape != shape:
+                    raise UserError(f"{where}.state.{place}.{name} is no tensor {list(shape)}")
+                if not value.is_contiguous():  # one number may stand for all, and then not change
+                    raise UserError(f"{where}.state.{place}.{name} has strides {value.stride()}")
 
 
 def check(directory: Path, names: list[str]) -> None:
@@ -204,21 +301,21 @@ def check(directory: Path, names: list[str]) -> None:
     a model that is worse, or wrong, and says nothing. SHA-256, because processors have instructions
     for it: 4 GB take some 3 s, less than to read them from most disks, and the reading that follows
     finds them in memory. Without such instructions they take some 10 s.
-    A directory that has no checksums, as those of others, is taken as it is.
+    A directory that has no checksums, as those of others, is taken as it is. One that has them for
+    a file of terabytes, as a file of holes can be, is read for as long as that takes: end it.
     """
+    sums = directory / SUMS
     try:
         files = {name: own_file(directory, name) for name in names}
+        if not os.path.lexists(sums):
+            return
+        written = read_file(directory, SUMS, 1 << 20).decode("utf-8", "replace").splitlines()
     except ValueError as error:
         raise UserError(str(error)) from error
-    sums = directory / SUMS
-    if not os.path.isfile(sums):
-        return
-    with sums.open(encoding="utf-8", errors="replace") as opened:
-        written = opened.read(1 << 20).splitlines()
     for name, file in files.items():
         try:
-            is_whole = file.is_file() and f"{sha256(file)}  {name}" in written
-        except OSError:  # the disk does not give it back
+            is_whole = f"{sha256(file)}  {name}" in written
+        except OSError:  # it is gone, or the disk does not give it back
             is_whole = False
         if not is_whole:
             raise UserError(
@@ -268,19 +365,17 @@ class RunLock(contextlib.ExitStack):
         """
         if self.is_taken or os.environ.get("RANK", "0") != "0":
             return
-        holder = self.run / ".lock_holder"
         try:
             if make_directory:
                 self.run.mkdir(parents=True, exist_ok=True)
             if not self.run.is_dir():
                 return
             self.enter_context(file_lock(self.run / ".lock", wait=False))
-            holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+            replace(self.run / HOLDER, f"process {os.getpid()} on {platform.node()}")
         except BlockingIOError as error:
-            who = holder.read_text(encoding="utf-8") if holder.is_file() else "another process"
             raise UserError(
-                f"{who} is training in {self.run} now: wait until it ends, or start another run "
-                f"beside it with --out_dir={free_name(self.run)}"
+                f"{self.holder()} is training in {self.run} now: wait until it ends, or start "
+                f"another run beside it with --out_dir={free_name(self.run)}"
             ) from error
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             raise UserError(f"--out_dir={self.run} cannot be written to: {error}") from error
@@ -290,6 +385,13 @@ class RunLock(contextlib.ExitStack):
                 f"with it by --resume, or start another one with --out_dir={free_name(self.run)}"
             )
         self.is_taken = True
+
+    def holder(self) -> str:
+        """Who has the lock, as it says."""
+        try:
+            return read_file(self.run, HOLDER, 1000).decode("utf-8", "replace")
+        except ValueError:  # it has not said so yet
+            return "another process"
 
 
 def start_run(run: Path, config: TrainConfig, step: int) -> None:
@@ -323,6 +425,7 @@ def write_json(file: Path, value: dict) -> None:
 def replace(file: Path, text: str) -> None:
     """Write a file of the run; whoever reads it meanwhile, or is killed, has the old one whole."""
     partial = file.with_name(f".partial_{file.name}")
+    partial.unlink(missing_ok=True)  # a link there would lead us elsewhere
     partial.write_text(text, encoding="utf-8", newline="\n")
     sync(partial)
     partial.replace(file)
@@ -331,14 +434,3 @@ def replace(file: Path, text: str) -> None:
 def sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a directory
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -346,8 +346,8 @@ def check_values(config: TrainConfig) -> None:
             raise UserError(f"{name} is empty: leave --{name} out, or give it a value")
         if isinstance(value, str) and not is_text(value):
             raise UserError(
-                f"{name} = {shown(value)} is not UTF-8, so train_config.json could not keep it and "
-                "the run could not be continued: rename the file"
+                f"{name} = {shown(value)} is not UTF-8: the run could not be continued, for its "
+                "train_config.json cannot hold that; choose another name"
             )
     at_least_one = "max_steps batch_size grad_accum vocab_size eval_every save_every log_every"
     for name in at_least_one.split() + ["keep_checkpoints", "eval_batches"]:

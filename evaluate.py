@@ -6,7 +6,6 @@ validation chats it answers exactly, letter for letter, always taking the likeli
 those chats is about a person and a thing that never met in training.
 """
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
@@ -16,13 +15,15 @@ import tyro
 from tqdm import tqdm
 
 import checkpoint
-from config import run_program
+from config import UserError, choose_device, run_program
 from data import tinyworld
 from data.batches import Batches
 from data.dataset import load_dataset
+from data.sources import RowError, Source, parse, read_chunks, sentence
 from data.tokenizer import Tokenizer
 from model import GPT
 from sample import generate
+from train import read_floor
 
 WORLD = Path("data/cache/tinyworld")
 POSITIONS_AT_ONCE = 8192  # of a batch of stories
@@ -44,8 +45,19 @@ def story_loss(model: GPT, tokenizer: Tokenizer, world: Path) -> tuple[float, fl
         batch = batches[number]
         loss_sum, _ = model(batch["input_ids"].to(device), labels=batch["labels"].to(device))
         total += loss_sum.item()
-    floor = json.loads((stories / "floor.json").read_text(encoding="utf-8"))["val_nats"]
-    return total / rows.num_targets, floor / rows.num_targets
+    return total / rows.num_targets, read_floor(stories) / rows.num_targets
+
+
+def read_chats(file: Path) -> list[list[dict]]:
+    """The chats of a file, each a list of messages. UserError where it is damaged."""
+    chats = []
+    for chunk in read_chunks(Source(str(file), file)):
+        for number, item in chunk.items:
+            try:
+                chats.append(parse(item).messages)
+            except RowError as error:
+                raise UserError(sentence(chunk, number, error)) from error
+    return chats
 
 
 def exact_answers(
@@ -108,9 +120,12 @@ def evaluate(
     Args:
         checkpoint_path: A run, a checkpoint directory or a hub id.
         questions: How many of the questions of the validation chats to ask.
-        device: A torch device, such as "cuda".
+        device: "auto" (CUDA, then MPS, then CPU), or a torch device such as "cuda".
     """
-    model, tokenizer, directory = checkpoint.load_model(checkpoint_path, device, torch.float32)
+    if questions < 1:
+        raise UserError(f"--questions={questions}, but at least 1 has to be asked")
+    chosen, dtype, _ = choose_device(device, "fp32")
+    model, tokenizer, directory = checkpoint.load_model(checkpoint_path, chosen, dtype)
     tinyworld.prepare(WORLD)
     print(f"checkpoint  {directory}, {model.num_parameters():,} parameters")
     loss, floor = story_loss(model, tokenizer, WORLD)
@@ -118,8 +133,7 @@ def evaluate(
     if tokenizer.chat_style is None:
         print("answers     none: it was not trained on chats")
         return
-    lines = (WORLD / "chats" / "val.jsonl").read_text(encoding="utf-8").splitlines()
-    chats = [json.loads(line)["messages"] for line in lines]
+    chats = read_chats(WORLD / "chats" / "val.jsonl")
     counts = exact_answers(model, tokenizer, chats, questions)
     for kind, (right, total) in sorted(counts.items(), key=lambda item: -item[1][1]):
         print(f"{kind:<11} {right:5,} of {total:5,} exact, {right / total:.1%}")

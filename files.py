@@ -1,7 +1,8 @@
 """Files that others made: small ones, read so that none costs more than it is worth.
 
-A model directory may come from anybody. What is read of it has a size that is checked first, lies
-in the directory, and is named in the sentence about what is wrong with it.
+A model directory may come from anybody. What is read of it has a size that is checked first, is a
+regular file of the directory, and is named in the sentence about what is wrong with it. `sync` is
+for files of ours.
 """
 
 import json
@@ -74,14 +75,18 @@ def is_text(text: str) -> bool:
 
 
 def own_file(directory: Path, name: str) -> Path:
-    """directory/name; ValueError where that is a link which leads out of the directory.
+    """directory/name, which may be missing. ValueError where it is a link that leads out of the
+    directory, or no regular file: whoever opens a pipe waits for ever.
 
     The hub's cache is made of links: from snapshots/<commit>/ to blobs/, both of the same model.
     """
-    file, root = directory / name, directory.resolve()
+    file, root = directory / name, Path(os.path.realpath(directory))
     real = Path(os.path.realpath(file))
-    if not (real.is_relative_to(root) or real.is_relative_to(root.parent.parent / "blobs")):
+    of_hub = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
+    if not (of_hub or real.is_relative_to(root)):
         raise ValueError(f"{file} is a link that leads out of its directory, to {real}")
+    if os.path.exists(real) and not os.path.isfile(real):
+        raise ValueError(f"{file} is not a regular file")
     return file
 
 
@@ -92,3 +97,14 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # a number of 5,000 digits; a list within itself
         text = f"a {type(value).__name__} too long to print"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open a directory
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -24,6 +24,7 @@ except ImportError:
 
 # What the file systems say that have no locks, as some network mounts.
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
 @contextmanager
@@ -31,11 +32,11 @@ def file_lock(path: Path, wait: bool) -> Iterator[None]:
     """Hold the lock of `path`, a file that is made where it is missing (its directory is not).
 
     wait: until it is free. Else BlockingIOError where another process, or another `file_lock` of
-    this one, holds it. OSError where the file cannot be made. Where the file system has no locks,
-    nothing is locked.
+    this one, holds it. OSError where the file cannot be made, or is a link, which could lead
+    anywhere. Where the file system has no locks, nothing is locked.
     """
     # Not inherited by programs and spawned workers, which could outlive us and keep the lock.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     try:
         while not _taken_now(descriptor):
             if not wait:

@@ -235,7 +235,7 @@ def local_directory(directory_or_hub_id: str | Path) -> Path:
             raise FileNotFoundError(
                 f"{directory_or_hub_id} is not a directory here, and the Hugging Face hub gave none"
             ) from error
-    if not (directory / "config.json").is_file():
+    if not os.path.isfile(directory / "config.json"):  # False, too, where we may not look
         raise FileNotFoundError(f"{directory} holds no config.json: it is not a model directory")
     return directory
 

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from config import TrainConfig, UserError
+from files import read_file, shown
 from model import GPTConfig
 
 # A line of metrics.jsonl has those of these that are known at its step, in this order. Speeds are
@@ -32,6 +33,8 @@ FIELDS = (
     "step loss val_loss val_ppl val_bpb floor lr grad_norm tokens targets tokens_per_second "
     "targets_per_second flops_per_second mfu memory_gib seconds data_wait_ms skipped_steps"
 ).split()
+
+LARGEST_METRICS = 1 << 30  # bytes; a line has some 400
 
 # Products of dense 16-bit matrices with fp32 sums, in 10**12 FLOP per second, from the makers' data
 # sheets: bf16, or fp16 where there is no bf16 (T4, V100).
@@ -160,7 +163,7 @@ class Report:
         """Add a line to metrics.jsonl. A full disk must not end the training: it loses the line,
         says so once, and leaves no half of it."""
         file = self.run / "metrics.jsonl"
-        length = file.stat().st_size if file.is_file() else 0
+        length = os.path.getsize(file) if os.path.isfile(file) else 0
         try:
             with file.open("a", encoding="utf-8", newline="\n") as opened:
                 opened.write(text)
@@ -189,8 +192,9 @@ class Report:
             self.say("".join(f"  | {row}\n" for row in sample.splitlines()).rstrip("\n"))
         try:
             draw_curve(self.run)
-        except OSError as error:
-            self.say(f"{self.run / 'loss.png'} cannot be written: {error.strerror}")
+        except Exception as error:  # whatever it is: a picture must not end the training
+            reason = getattr(error, "strerror", None) or error
+            self.say(f"{self.run / 'loss.png'} cannot be written: {reason}")
 
     def say(self, text: str) -> None:
         """Print above the bar."""
@@ -212,20 +216,31 @@ def start_wandb(run: Path, config: TrainConfig):
     import wandb
 
     logged_in = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
-    file = run / "wandb_id.txt"
-    if not file.is_file():
-        file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
     directory = run.resolve()
     here = directory.is_relative_to(Path.cwd())
     return wandb.init(
         project=config.wandb_project,
-        id=file.read_text(encoding="utf-8").strip(),
+        id=wandb_id(run),
         name=str(directory.relative_to(Path.cwd()) if here else run),
         resume="allow",
         dir=run,
         mode=None if logged_in else "offline",
         config=vars(config),
     )
+
+
+def wandb_id(run: Path) -> str:
+    """The id in run/wandb_id.txt, made where there is none. UserError for what cannot be one."""
+    file = run / "wandb_id.txt"
+    try:
+        if not os.path.lexists(file):
+            file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        found = read_file(run, file.name, 100).decode("utf-8").strip()
+        if not re.fullmatch(r"[\w-]+", found):
+            raise ValueError(f"{file} holds no id: {shown(found)}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{error}; without {file} the run begins anew at wandb") from error
+    return found
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -235,9 +250,12 @@ def read_metrics(run: Path) -> list[dict]:
     """
     file = run / "metrics.jsonl"
     try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        content = read_file(run, file.name, LARGEST_METRICS) if os.path.lexists(file) else b""
+        lines = content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.start}): remove it to go on") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
     read: list[dict] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("}") and number == len(lines):

@@ -43,7 +43,7 @@ from quantize import quantize_int8
 NEVER = float("-inf")
 COMPILE_AFTER = 32  # tokens that are made before the decode step is compiled
 LONG_ANSWER = 1000  # tokens, for which compiling pays even the first time
-LONGEST_NAME = 240  # bytes: file systems allow 255, and ".partial" is written behind it
+LONGEST_NAME = 255  # bytes, of a file
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # ------------------------------------------------------------------- from logits to a token
@@ -613,7 +613,11 @@ def decide_compile(config: SampleConfig, device: torch.device) -> bool:
 def complete(writer: Writer, rows: list[dict]) -> None:
     """Continue all rows in one batch: printed as they come, or, of a file, as JSONL at the end."""
     config, streams = writer.config, writer.config.prompts_file is None
-    prompts = [row_ids(writer.tokenizer, row) for row in rows]
+    file = config.prompts_file
+    prompts = [
+        row_ids(writer.tokenizer, row, f"{file}, prompt {number}" if file else "the prompt")
+        for number, row in enumerate(rows, start=1)
+    ]
     leads = [rows[0]["prompt"]] * config.num_samples if streams else None
     completions, report = writer.write(prompts, config.seed, leads)
     lines = []
@@ -697,7 +701,7 @@ def check_row(row: Any, where: str) -> None:
         raise UserError(f'{where}: the last of "messages" is an answer already')
 
 
-def row_ids(tokenizer: Tokenizer, row: dict, where: str = "the prompt") -> list[int]:
+def row_ids(tokenizer: Tokenizer, row: dict, where: str) -> list[int]:
     """The ids of a row that check_row passed, with what training put before a document or around a
     chat. UserError, naming where the row stands, for a chat that the tokenizer cannot write."""
     if "messages" not in row:

@@ -34,7 +34,7 @@ from files import read_json, shown
 from machine import Machine, launcher
 from model import GPT, GPTConfig
 from muon import Muon
-from pretrained import matrix_entries, physical_memory
+from pretrained import MOST_LAYERS, matrix_entries, physical_memory
 from report import Report, forward_flops, peak_flops
 from sample import generate
 
@@ -136,6 +136,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     if resume_from:
         with machine.together():
             state = checkpoint.load_training_state(resume_from)
+            checkpoint.check_state(state, resume_from, Progress, optimizers)
         if state["data"] != train_rows.fingerprint:
             raise UserError(
                 f"{config.data} has changed since {run} was started, and with it the order of the "
@@ -149,9 +150,11 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
             shards = resume_from / "training_state"
             with machine.together():
                 moments = sharding.load_moments(optimizers, moments, shards, machine.talk)
+                checkpoint.check_moments(moments, shards, optimizers)
         for optimizer, saved in zip(optimizers, moments, strict=True):
             load_optimizer(optimizer, saved)
-        scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # else the run was not in fp16 until now
+            scaler.load_state_dict(state["scaler"])
         if progress.step > config.max_steps:
             raise UserError(
                 f"{run} is at step {progress.step} already, beyond max_steps = {config.max_steps}"
@@ -325,15 +328,22 @@ def load_rows(
         cache_dir=CACHE,
     )
     floor = None
-    if val_data is None and (Path(data) / "floor.json").is_file():
-        try:
-            val_nats = read_json(Path(data), "floor.json").get("val_nats")
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if not isinstance(val_nats, int | float):
-            raise UserError(f"{data}/floor.json: val_nats is {shown(val_nats)}, not a number")
-        floor = val_nats / val_rows.num_targets
+    if val_data is None and os.path.isfile(Path(data) / "floor.json"):
+        floor = read_floor(Path(data)) / val_rows.num_targets
     return train_rows, val_rows, floor
+
+
+def read_floor(directory: Path) -> float:
+    """Nats that a perfect model needs for the validation data beside this floor.json. UserError."""
+    try:
+        val_nats = read_json(directory, "floor.json").get("val_nats")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if type(val_nats) not in (int, float) or not 0 <= val_nats < 1e300:
+        raise UserError(
+            f"{directory / 'floor.json'}: val_nats is {shown(val_nats)}, not a number from 0 on"
+        )
+    return float(val_nats)
 
 
 # -------------------------------------------------------------------------------- 3. the model
@@ -394,6 +404,10 @@ def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+    if shape.num_hidden_layers > MOST_LAYERS:
+        raise UserError(
+            f"num_hidden_layers = {shape.num_hidden_layers}, but it must be at most {MOST_LAYERS}"
+        )
     weights = 4 * matrix_entries(shape)  # bytes, in fp32, in the first process at least
     if weights > physical_memory():
         raise UserError(
@@ -500,10 +514,8 @@ def set_learning_rate(
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Take the saved moments, but keep the settings: they may have been changed for --resume."""
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(saved)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    settings = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": settings})
 
 
 # --------------------------------------------------------------------------------- 5. the loop

@@ -23,9 +23,10 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -39,6 +40,7 @@ from config import UserError
 from data.sources import MEND_FILE, Chunk, Row, RowError, Source, find_sources, parse, read_chunks
 from data.sources import sentence as sentence_about
 from data.tokenizer import Tokenizer
+from files import sync
 from locks import file_lock, waiting_lock
 
 IGNORED = -100  # the label of a position that is no target
@@ -164,10 +166,12 @@ def training_texts(
                     if _hash(row) not in held_out:
                         yield from _parts(train)
                 elif _hash(row) not in held_out and not _validates(_hash(row), val_fraction):
-                    yield from _texts_of(row)
+                    for text in _strings_of(row):
+                        yield from _parts(text)
 
 
-def _texts_of(row: Row) -> Iterator[str]:
+def _strings_of(row: Row) -> Iterator[str]:
+    """The document, or what stands in the messages of a chat."""
     if row.messages is None:
         yield row.text
         return
@@ -191,7 +195,10 @@ def _check_settings(val_fraction: float, max_seq_len: int, on_bad_row: str) -> N
 
 def _hash(row: Row) -> int:
     """64 bits of a row's content."""
-    return int.from_bytes(hashlib.blake2b(row.content, digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in row.pieces():
+        digest.update(piece)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _validates(content_hash: int, val_fraction: float) -> bool:
@@ -213,10 +220,14 @@ def _good_rows(sources: list[Source], on_bad_row: str) -> Iterator[Row]:
 def _good_rows_of(chunk: Chunk, on_bad_row: str) -> Iterator[Row]:
     for number, item in chunk.items:
         try:
-            yield parse(item)
+            row = parse(item)
+            for text in _strings_of(row):
+                deque(_parts(text), maxlen=0)  # it can be cut
         except RowError as error:
             if on_bad_row == "stop":
                 raise UserError(sentence_about(chunk, number, error)) from error
+        else:
+            yield row
 
 
 # ----- one chunk to arrays ------------------------------------------------------------------------
@@ -266,7 +277,8 @@ class _Side:
         self.tokens, self.supervised = [tokens], [supervised]
         self.counts["tokens"] = len(tokens)
         self.counts["targets"] = len(targets)
-        self.counts["target_bytes"] = int(byte_counts[targets].sum())
+        some_at_a_time = np.array_split(targets, 1 + len(targets) // 2**20)
+        self.counts["target_bytes"] = sum(int(byte_counts[some].sum()) for some in some_at_a_time)
 
 
 @dataclass
@@ -359,6 +371,8 @@ def _encode(row: Row, job: _Job) -> tuple[np.ndarray, np.ndarray, list[tuple[int
         spans = [(start, min(limit, len(ids) - start)) for start in starts]
         return ids, np.ones(len(ids), np.uint8), spans, False
     messages, cut = row.messages, False
+    if sum(map(len, _strings_of(row))) > LONGEST_PART:
+        raise RowError(f"the chat has more than {LONGEST_PART:,} characters. Cut it in several")
     chat_ids, supervised = job.tokenizer.render_chat(messages)
     while len(chat_ids) > limit and (shorter := _without_oldest_turn(messages)):
         messages, cut = shorter, True
@@ -381,27 +395,44 @@ def _without_oldest_turn(messages: list[dict]) -> list[dict] | None:
 def _document_ids(text: str, tokenizer: Tokenizer) -> np.ndarray:
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     dtype = _dtype(tokenizer)
-    parts = [np.array(tokenizer.encode(part), dtype) for part in _parts(text)]
+    texts = _parts(text, tokenizer.plain_added)
+    parts = [np.array(tokenizer.encode(part), dtype) for part in texts]
     return np.concatenate([np.array(bos, dtype), *parts, np.array([tokenizer.eos_token_id], dtype)])
 
 
-# A line break between a letter or digit and a visible character always begins a word of its own,
-# under GPT-2's pattern and its descendants: cut there, a text gives the same ids.
-_SAFE_CUT = re.compile(r"(?<=[^\W_])\n(?=\S)")
+# White space and punctuation behind a letter or digit belong to no word with it, under GPT-2's
+# pattern and its descendants (data.tokenizer.PATTERNS): cut there, a text gives the same ids. Only
+# an apostrophe and a combining mark may, so neither is here; U+037E would become another character.
+_SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n.,;:!?()<>\"、。，；：！？])")
 PART_CHARACTERS = 1 << 20
+LONGEST_PART = 4 << 20  # characters; in the tokenizer and as ids each takes 30 bytes, 100 of some
 
 
-def _parts(text: str) -> Iterator[str]:
+def _parts(text: str, added: Iterable[str] = ()) -> Iterator[str]:
     """A long text in parts of about a million characters whose ids, joined, are those of the whole.
-    (A list of Python ints takes 36 bytes an id; parts become arrays of two or four.)"""
+    (A list of Python ints takes 36 bytes an id; parts become arrays of two or four.)
+
+    added: tokens that are recognised in text; none is cut in two. RowError where a stretch of
+    LONGEST_PART characters cannot be cut, since only memory out of proportion would hold it.
+    """
     start = 0
     while len(text) - start > PART_CHARACTERS:
-        cut = _SAFE_CUT.search(text, start + PART_CHARACTERS)
-        if cut is None:
-            break
-        yield text[start : cut.start()]
-        start = cut.start()
+        cuts = _SAFE_CUT.finditer(text, start + PART_CHARACTERS, start + LONGEST_PART)
+        places = (cut.start() for cut in cuts if not _is_within(added, text, cut.start()))
+        end = next(places, len(text))
+        if end - start > LONGEST_PART:
+            raise RowError(
+                f"it goes on for {LONGEST_PART - PART_CHARACTERS:,} characters without a space, a "
+                "line break or a punctuation mark, too long a word to tokenise. Cut it in several"
+            )
+        yield text[start:end]
+        start = end
     yield text[start:]
+
+
+def _is_within(tokens: Iterable[str], text: str, place: int) -> bool:
+    """Whether one of the tokens stands on both sides of a place in the text."""
+    return any(t in text[max(0, place - len(t) + 1) : place + len(t) - 1] for t in tokens)
 
 
 def _dtype(tokenizer: Tokenizer):
@@ -416,29 +447,46 @@ def _prepare(sources: list[Source], job: _Job, cache_dir: Path, progress: bool, 
 
     Its name is a hash of the content and of all that the rows depend on. It is written beside and
     renamed when whole, so a killed run leaves nothing that looks finished. Of several processes
-    that want the same, one prepares it and the others wait for it.
+    that want the same, one prepares it and the others wait for it. One that was damaged since, by a
+    full disk or by hand, is made anew.
     """
     cache_dir, key = Path(cache_dir), _key(sources, job)
     directory = cache_dir / key
-    if directory.is_dir():
+    if _is_whole(directory, sources, job):
         return directory
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         _sweep(cache_dir)
         with waiting_lock(cache_dir / f"{key}.lock", "preparing the same data"):
-            if not directory.is_dir():
+            if not _is_whole(directory, sources, job):
+                if directory.is_dir():
+                    print(f"{directory} is damaged: it is made anew", file=sys.stderr, flush=True)
+                    shutil.rmtree(directory)
                 building = cache_dir / f"{key}.{os.getpid()}.building"
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
                 try:
                     _build(sources, job, building, progress, label)
+                    sync(building)
                     building.rename(directory)
+                    sync(cache_dir)
                 finally:
                     shutil.rmtree(building, ignore_errors=True)
     except OSError as error:
         problem = error.strerror or error
         raise UserError(f"The cache {cache_dir} cannot be written: {problem}.") from error
     return directory
+
+
+def _is_whole(directory: Path, sources: list[Source], job: _Job) -> bool:
+    """Whether these rows are in the cache, and nothing of them was cut off or lost there."""
+    sides = ("train", "val") if job.val_fraction else ("train",)
+    try:
+        for side in sides:
+            _open_rows(directory / side, sources, job.tokenizer)
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, KeyError):
+        return False
+    return True
 
 
 def _sweep(cache_dir: Path) -> None:
@@ -558,8 +606,11 @@ class _SideWriter:
             (self.directory / "supervised.npy").unlink()  # every token of a document is
         counts = sum((file.counts for file in self.files.values()), Counter())
         summary = {"counts": counts, "files": [vars(file) for file in self.files.values()]}
-        text = json.dumps(summary, default=sorted)  # sorted: a set as a list
-        (self.directory / "summary.json").write_text(text, encoding="utf-8")
+        with open(self.directory / "summary.json", "w", encoding="utf-8") as file:
+            json.dump(summary, file, default=sorted)  # sorted: a set as a list
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.directory)
 
 
 @dataclass
@@ -629,6 +680,9 @@ class _ArrayWriter:
 
 
 def _open_rows(directory: Path, sources: list[Source], tokenizer: Tokenizer) -> TokenRows:
+    """One side of what `_build` wrote. ValueError, or another of what `_is_whole` expects, where
+    its files do not belong together."""
+
     def array(name):
         path = directory / f"{name}.npy"
         # numpy cannot map an empty file
@@ -638,11 +692,20 @@ def _open_rows(directory: Path, sources: list[Source], tokenizer: Tokenizer) -> 
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     counts = Counter(summary["counts"])
     reports = zip(sources, summary["files"], strict=True)
+    tokens, starts, lengths = array("tokens"), array("starts"), array("lengths")
+    # every token of a document but its first is a target, so that this is of documents only
+    has_chats = counts["targets"] != counts["tokens"] - counts["kept"]
+    supervised = array("supervised") if has_chats else None
+    found = [len(tokens), len(array("hashes")), len(starts)]
+    if found != [counts["tokens"], counts["kept"], len(lengths)]:
+        raise ValueError(f"{directory}: its files are not as long as they were")
+    if has_chats and len(supervised) != len(tokens):
+        raise ValueError(f"{directory}: supervised.npy is not as long as it was")
     return TokenRows(
-        tokens=array("tokens"),
-        supervised=array("supervised") if (directory / "supervised.npy").exists() else None,
-        starts=array("starts"),
-        lengths=array("lengths"),
+        tokens=tokens,
+        supervised=supervised,
+        starts=starts,
+        lengths=lengths,
         num_documents=counts["kept"],
         num_targets=counts["targets"],
         target_bytes=counts["target_bytes"],

@@ -10,8 +10,8 @@ text). For the same reason CSV is read by Python's own `csv`. Parquet is read by
 the Hugging Face hub go through `datasets`.
 
 A file may come from anybody, so memory follows from limits here and not from what a file holds: a
-gzip of zeros or a line without end is a sentence. (Parquet is decoded by pyarrow, which believes
-what a file says of itself.)
+gzip of zeros, a line without end or a list of a million empty lists is a sentence. (Parquet is
+decoded by pyarrow, which believes what a file says of itself.)
 """
 
 import csv
@@ -24,6 +24,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ FORMATS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".txt
 CHUNK_BYTES = 1 << 20  # about this much of a file is parsed and tokenised at a time
 CHUNK_ROWS = 10_000  # at most, since a row of a few bytes takes hundreds when it is read
 LONGEST_LINE = 32 << 20  # bytes; longer ones are files that are not JSON lines
+JSON_WINDOW = 2 << 20  # characters of a list in a .json in which an element is looked for at first
+MOST_LISTS = 1 << 20  # [ and { in a row, commas in one of CSV: when read, each takes 100 bytes
 LARGEST_WHOLE = 1 << 30  # bytes of a .txt or a list in a .json, unpacked; they are read whole
 DEEPEST_FIELD = 40  # levels of lists and objects in each other
 MEND = "Fix it or pass --on_bad_row=skip."
@@ -58,8 +61,17 @@ class Row:
     @property
     def content(self) -> bytes:
         """What makes two rows the same document or chat."""
-        value = self.text if self.messages is None else self.messages
-        return json.dumps(value, sort_keys=True).encode()
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The content in pieces: JSON of a Chinese text takes six bytes a character."""
+        if self.messages is not None:
+            yield json.dumps(self.messages, sort_keys=True).encode()
+            return
+        yield b'"'
+        for start in range(0, len(self.text), CHUNK_BYTES):
+            yield json.dumps(self.text[start : start + CHUNK_BYTES])[1:-1].encode()
+        yield b'"'
 
 
 class RowError(ValueError):
@@ -127,6 +139,9 @@ def find_sources(data, val_data=None) -> tuple[list[Source], list[Source]]:
     known format, at any depth); a glob pattern; or the name of a data set on the hub (its
     `validation` split is the validation data where it has one). val_data: the same, but nothing is
     split. UserError where nothing is found.
+
+    Unlike a model's directory, one of data may hold links to files elsewhere, as large ones often
+    are kept: they are read, wherever they lead. So look for links in what a stranger packed.
     """
     if val_data is not None:
         return _sources(data, "data")[0], _all_of(_sources(val_data, "val_data"))
@@ -325,7 +340,7 @@ def _read_json(source: Source) -> Iterator[Chunk]:
     chunk, start = Chunk(source.name, "row"), 0
     for number, (item, end) in enumerate(_json_list(text), 1):
         chunk.items.append((number, item))
-        if end - start >= CHUNK_BYTES:
+        if end - start >= CHUNK_BYTES or len(chunk.items) >= CHUNK_ROWS:
             chunk.size = (end - start) * size // len(text)
             yield chunk
             chunk, start = Chunk(source.name, "row"), end
@@ -336,7 +351,7 @@ def _read_json(source: Source) -> Iterator[Chunk]:
 
 def _json_list(text: str) -> Iterator[tuple[object, int]]:
     """(element or RowError, where it ends) of a JSON list."""
-    decoder, space = json.JSONDecoder(), re.compile(r"[ \t\n\r]*")
+    elements, space = _Elements(text), re.compile(r"[ \t\n\r]*")
     position = space.match(text, text.index("[") + 1).end()
     while True:
         if text.startswith("]", position):
@@ -345,7 +360,10 @@ def _json_list(text: str) -> Iterator[tuple[object, int]]:
                 yield RowError(f"something follows the list ({_line_of(text, after)})"), after
             return
         try:
-            element, end = decoder.raw_decode(text, position)
+            element, end = elements.at(position)
+        except RowError as error:
+            yield RowError(f"{error} ({_line_of(text, position)}); what follows is lost"), position
+            return
         except json.JSONDecodeError as error:
             where = f"line {error.lineno}, column {error.colno}"
             yield (
@@ -367,6 +385,43 @@ def _json_list(text: str) -> Iterator[tuple[object, int]]:
             return
 
 
+class _Elements:
+    """The elements of a JSON list, each parsed out of a window: nothing else would bound it."""
+
+    def __init__(self, text: str):
+        self.text, self.start, self.window = text, 0, ""
+        self.decode = json.JSONDecoder().raw_decode
+
+    def at(self, position: int) -> tuple[object, int]:
+        """(the element that begins here, where it ends). ValueError and RecursionError of json's
+        where there is none; RowError where it is too large."""
+        most = LONGEST_LINE + len("e+5")  # 12 may be all of a number, or the beginning of 12e+5
+        size = min(JSON_WINDOW, most)
+        while True:
+            is_last = self.start + len(self.window) == len(self.text)
+            try:
+                element, end = self.decode(self.window, position - self.start)
+                if is_last or end + len("e+") < len(self.window):
+                    return element, self.start + end
+            except json.JSONDecodeError as error:
+                if is_last:
+                    place = self.start + error.pos
+                    raise json.JSONDecodeError(error.msg, self.text, place) from error
+            if self.start == position:  # cut off by the window's end, or broken
+                if size == most:
+                    raise RowError(f"not valid JSON, or longer than {LONGEST_LINE:,} characters")
+                size = min(2 * size, most)
+            self.start, self.window = position, self.text[position : position + size]
+            if size > JSON_WINDOW:
+                _check_lists(self.window)
+
+
+def _check_lists(text: str) -> None:
+    """RowError where JSON would become too many lists and objects."""
+    if text.count("[") + text.count("{") > MOST_LISTS:
+        raise RowError(f"it holds more than {MOST_LISTS:,} lists and objects. Cut it in several")
+
+
 def _line_of(text: str, position: int) -> str:
     return f"line {text.count(chr(10), 0, position) + 1}"
 
@@ -382,7 +437,7 @@ def _read_csv(source: Source) -> Iterator[Chunk]:
         names, number, is_over = None, 0, False
         chunk, done = Chunk(source.name, "row"), 0
         while not is_over:
-            lines.used = 0
+            lines.used = lines.commas = 0
             try:
                 values = next(rows)
                 if not values:
@@ -415,7 +470,7 @@ class _RowLines:
     """The lines of a text, for csv.reader; RowError where one row takes too many of them."""
 
     def __init__(self, text):
-        self.text, self.used = text, 0  # characters of the row so far
+        self.text, self.used, self.commas = text, 0, 0  # of the row so far
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -423,9 +478,12 @@ class _RowLines:
     def __next__(self) -> str:
         line = self.text.readline(LONGEST_LINE + 1)
         self.used += len(line)
-        if self.used > LONGEST_LINE:
-            problem = f"the row is longer than {LONGEST_LINE:,} characters; what follows is lost"
-            raise RowError(f"{problem}. Is a quotation mark missing")
+        self.commas += line.count(",")
+        if self.used > LONGEST_LINE or self.commas > MOST_LISTS:
+            problem = f"the row is longer than {LONGEST_LINE:,} characters"
+            if self.used <= LONGEST_LINE:
+                problem = f"the row has more than {MOST_LISTS:,} commas"
+            raise RowError(f"{problem}; what follows is lost. Is a quotation mark missing")
         if not line:
             raise StopIteration
         return line
@@ -532,9 +590,13 @@ def parse(item) -> Row:
 
 def _parse_json(line: bytes):
     try:
-        return json.loads(line.decode("utf-8"))
+        text = line.decode("utf-8")
+        _check_lists(text)
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise RowError(f"invalid UTF-8 ({_byte_of(error)})") from error
+    except RowError:
+        raise
     except json.JSONDecodeError as error:
         raise RowError(f"not valid JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 10,000 brackets
@@ -542,14 +604,22 @@ def _parse_json(line: bytes):
 
 
 def _chat(item: dict, name: str) -> Row:
+    messages, turns = chat_messages(item, name), item[name]
+    _check_turns(messages, name, len(messages) - len(turns))
+    unused = set(_unused(item, name, "system", "tools"))
+    unused = unused.union(*(_unused(turn, *TURN_FIELDS) for turn in turns))
+    return Row(name, messages=messages, unused=tuple(sorted(unused)))
+
+
+def chat_messages(item: dict, name: str) -> list[dict]:
+    """A chat in the field `name` as `Tokenizer.render_chat` takes it, each message checked for
+    itself; RowError where one is none."""
     turns = item[name]
     if not isinstance(turns, list):
         raise RowError(f"field '{name}': expected a list, found {_described(turns)}")
     if not turns:
         raise RowError(f"field '{name}': the list is empty")
     messages = _system_of(item)
-    offset = len(messages)
-    unused = set(_unused(item, name, "system", "tools"))
     tools = _listed(item, "tools")
     for i, turn in enumerate(turns):
         where = f"{name}[{i}]"
@@ -558,13 +628,11 @@ def _chat(item: dict, name: str) -> Row:
         messages.append(_message(turn, where))
         if messages[-1]["role"] == "system":  # MiniMind's rows have them here
             tools = _listed(turn, "tools", where) or tools
-        unused |= set(_unused(turn, *TURN_FIELDS))
-    _check_turns(messages, name, offset)
     if tools and messages[0]["role"] == "system":
         messages[0]["tools"] = tools
     elif tools:
         messages.insert(0, {"role": "system", "content": None, "tools": tools})
-    return Row(name, messages=messages, unused=tuple(sorted(unused)))
+    return messages
 
 
 TURN_FIELDS = ("role", "from", "content", "value", "reasoning_content", "tool_calls", "tools")
@@ -625,6 +693,7 @@ def _listed(item: dict, name: str, where: str = "") -> list:
     if not value:
         return []
     if isinstance(value, str):
+        _check_lists(value)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -724,7 +793,8 @@ def _described(value) -> str:
     names |= {list: "a list", dict: "an object"}
     kind = names.get(type(value), f"a {type(value).__name__}")
     try:
-        shown = value if isinstance(value, str) else json.dumps(value)
+        parts = [value] if isinstance(value, str) else json.JSONEncoder().iterencode(value)
+        shown = "".join(islice(parts, 100))  # of a million it is the beginning that is shown
     except (TypeError, ValueError, RecursionError):
         return kind
     return f"{kind} ({_short(shown)})"
@@ -735,6 +805,6 @@ def _byte_of(error: UnicodeDecodeError) -> str:
 
 
 def _short(text: str, limit: int = 60) -> str:
-    text = " ".join(text.split())
+    text = " ".join(text[:1000].split())
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= limit else text[: limit - 3] + "..."

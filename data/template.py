@@ -16,7 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 LONGEST_TEMPLATE = 50_000  # characters; MiniMind-3's has 4,000
-LONGEST_TEXT = 10_000  # characters of any one string; the chats that we ask with have a few hundred
+LONGEST_TEXT = 10_000  # characters that are made at once; the chats that we ask with have hundreds
+ITEM = 50  # what a place in a list costs besides, since a text of one character takes 50 bytes
 BUDGET = (
     10_000_000  # characters put together or written, and of the template for each turn of loops
 )
@@ -92,15 +93,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.template_length, self.left = template_length, BUDGET
         self.globals = {"namespace": Namespace, "raise_exception": raise_exception}
-        self.filters |= {"tojson": to_json, "counted": self.counted}
+        for name in ("trim", "lower", "upper"):
+            self.filters[name] = self.text_filter(self.filters[name])
+        self.filters |= {"tojson": lambda value: self.made(to_json(value)), "counted": self.counted}
 
     def pay(self, characters: int) -> None:
         self.left -= characters
         if self.left < 0:
             raise SecurityError("it does more than a chat template has to")
 
+    def made(self, value):
+        """What an operator, a filter or a method made: not too long, and paid for."""
+        length = size(value)
+        if length > LONGEST_TEXT:
+            raise SecurityError("it makes a text that is too long")
+        self.pay(length)
+        return value
+
+    def text_filter(self, make):
+        """A filter of Jinja's that makes one text of another."""
+        return lambda value, *arguments: self.made(make(self.written(value), *arguments))
+
     def written(self, value):
-        """What stands between {{ and }}."""
+        """What stands between {{ and }}, or is made another text."""
         if isinstance(value, list | tuple | dict | Namespace):
             raise SecurityError("it writes a list or an object, not text")
         if isinstance(value, str):
@@ -114,11 +129,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return items
 
     def call_binop(self, context, operator, left, right):
-        length = sum(len(x) for x in (left, right) if isinstance(x, str | list | tuple))
-        if length > LONGEST_TEXT or (operator == "%" and not isinstance(left, int)):
-            raise SecurityError(f"{operator} would make a text that is too long")
-        self.pay(length)
-        return super().call_binop(context, operator, left, right)
+        if operator == "%" and not isinstance(left, int):
+            raise SecurityError("% would make a text that is too long")
+        return self.made(super().call_binop(context, operator, left, right))
+
+    def call(self, context, function, /, *arguments, **named):
+        return self.made(super().call(context, function, *arguments, **named))
 
     def wrap_str_format(self, value) -> None:
         """Jinja lets str.format through, watched for attributes, but not for width."""
@@ -129,8 +145,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return isinstance(obj, LoopContext | Namespace) and not attr.startswith("_")
 
 
+def size(value) -> int:
+    """Characters in a text, or in all that a list or an object holds, and ITEM for each of that."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return sum(ITEM + size(x) for x in value) if isinstance(value, list | tuple) else 0
+
+
 def raise_exception(message):
-    raise ValueError(message)
+    raise ValueError(message if isinstance(message, str) else "it refuses the chat")
 
 
 def to_json(value) -> str:

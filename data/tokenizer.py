@@ -83,7 +83,8 @@ PATTERNS = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-LARGEST_TOKENIZER = 64 << 20  # bytes of a tokenizer.json; Qwen3's has 11 million
+LARGEST_TOKENIZER = 40 << 20  # bytes of a tokenizer.json; Qwen3's has 11 million, gpt-oss's 28
+MOST_LISTS = 1 << 20  # [ and { in it; one for each merge, of which gpt-oss has 446,000
 
 # The regex engine gives up inside a run of about a million white-space characters.
 LONGEST_SPACE_RUN = 100_000
@@ -614,12 +615,15 @@ def _read_tokenizer_json(path: Path) -> Tokenizer:
     config_name = path.name.removesuffix("tokenizer.json") + "tokenizer_config.json"
     template_path = path.with_name("chat_template.jinja")
     try:
+        text = read_file(path.parent, path.name, LARGEST_TOKENIZER)
+        if text.count(b"[") + text.count(b"{") > MOST_LISTS:  # read, each takes a hundred bytes
+            raise ValueError(f"{path} holds more than {MOST_LISTS:,} lists and objects")
         content = read_json(path.parent, path.name, LARGEST_TOKENIZER)
         has_config = path.with_name(config_name).is_file()
         config = read_json(path.parent, config_name) if has_config else {}
         if template_path.is_file():
-            text = read_file(path.parent, template_path.name).decode("utf-8")
-            config["chat_template"] = text.replace("\r\n", "\n")
+            template = read_file(path.parent, template_path.name).decode("utf-8")
+            config["chat_template"] = template.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{template_path} is not UTF-8 (byte {error.start}).") from error
     except ValueError as error:

@@ -18,9 +18,21 @@ import traceback
 from pathlib import Path
 
 import atheris
+import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-OURS = ["data", "files", "locks", "pretrained", "config", "checkpoint", "report", "sample", "chat"]
+OURS = [
+    "data",
+    "files",
+    "locks",
+    "pretrained",
+    "config",
+    "checkpoint",
+    "report",
+    "sample",
+    "chat",
+    "train",
+]
 with atheris.instrument_imports(include=OURS):
     import test_fuzz
 
@@ -53,7 +65,7 @@ def file_check(name: str, directory: Path):
     valid = (directory / name).read_bytes()
 
     def check_one(provider) -> None:
-        changed = draw_edits(provider, valid, is_json=name.endswith(".json"))
+        changed = draw_edits(provider, valid, *FORMS.get(Path(name).suffix, (None, None)))
         if name.startswith("data."):
             on_bad_row = "skip" if provider.ConsumeBool() else "stop"
             test_fuzz.check_data(directory / name, changed, on_bad_row)
@@ -67,9 +79,25 @@ def file_check(name: str, directory: Path):
     return check_one
 
 
-def draw_edits(provider, valid: bytes, is_json: bool) -> bytes:
-    """The valid file after a few edits, of its values or of its bytes."""
-    value = json.loads(valid) if is_json and provider.ConsumeBool() else None
+def load_state(content: bytes):
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def dump_state(value) -> bytes:
+    torch.save(value, content := io.BytesIO())
+    return content.getvalue()
+
+
+# By a file's ending: from its bytes to its values, and back.
+FORMS = {
+    ".json": (json.loads, lambda value: json.dumps(value).encode()),
+    ".pt": (load_state, dump_state),
+}
+
+
+def draw_edits(provider, valid: bytes, load, dump) -> bytes:
+    """The valid file after a few edits, of its bytes or, where there is `load`, of its values."""
+    value = load(valid) if load and provider.ConsumeBool() else None
     for _ in range(provider.ConsumeIntInRange(1, ROUNDS)):
         if value is not None:
             kind = provider.PickValueInList(["replace", "delete", "repeat", "add"])
@@ -85,7 +113,7 @@ def draw_edits(provider, valid: bytes, is_json: bool) -> bytes:
             place, length = provider.ConsumeIntInRange(0, 10**6), provider.ConsumeIntInRange(1, 60)
             junk = provider.ConsumeBytes(8)
             valid = test_fuzz.edit_bytes(valid, [(kind, place, length, junk)])
-    return valid if value is None else json.dumps(value).encode()
+    return valid if value is None else dump(value)
 
 
 def command_line_check(program: str, directory: Path):

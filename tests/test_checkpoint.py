@@ -3,10 +3,13 @@
 Everything here calls checkpoint.py itself, on a tiny model; tests/test_kill.py trains, and kills.
 """
 
+import contextlib
 import errno
 import os
 import shutil
 import subprocess
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import safetensors.torch
 import torch
 
 import checkpoint
+import train
 from config import TrainConfig, UserError
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig
@@ -168,6 +172,184 @@ def test_the_shards_of_several_processes_are_checked_too(tmp_path):
     spoil(step / "training_state" / "part.safetensors", "3")
     with pytest.raises(UserError, match="part.safetensors is missing or damaged.*step_00000001"):
         checkpoint.load_training_state(step)
+
+
+# --------------------------------------------------------------- what --resume can go on from
+
+
+def resumable(optimizer: str) -> tuple[list, dict]:
+    """(optimizers, what a run would save of them) after a step of a tiny model."""
+    model = GPT(GPTConfig(64, 8, 1, 2, 12))
+    optimizers = train.make_optimizers(model, TrainConfig(optimizer=optimizer))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for one in optimizers:
+        one.step()
+    state = {
+        "progress": vars(train.Progress(step=2, val_loss=float("nan"))),
+        "optimizers": [one.state_dict() for one in optimizers],
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "data": "0123",
+    }
+    return optimizers, state
+
+
+def check_saved(step: Path, state: dict, optimizers: list) -> None:
+    torch.save(state, step / "training_state.pt")
+    loaded = checkpoint.load_training_state(step)
+    checkpoint.check_state(loaded, step, train.Progress, optimizers)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_state_of_ours_is_one_to_go_on_from(tmp_path, optimizer):
+    optimizers, state = resumable(optimizer)
+    untouched = [{"state": {}, "param_groups": []} for _ in optimizers]
+    for change in ({}, {"optimizers": None}, {"optimizers": untouched}, {"scaler": {}}):
+        check_saved(tmp_path, state | change, optimizers)
+
+
+GONE = object()
+MUON, ADAM = ("optimizers", 0, "state", 0), ("optimizers", 1, "state", 0)
+STRANGE = [
+    ("data", GONE),
+    ("data", torch.ones(2)),
+    ("scaler", GONE),
+    ("scaler", torch.ones(2)),
+    ("scaler", "scale", "1"),
+    ("scaler", "_growth_tracker", 2**40),
+    ("progress", "step", "2"),
+    ("progress", "step", -5),
+    ("progress", "step", True),
+    ("progress", "step", GONE),
+    ("progress", "tokens", None),
+    ("progress", "seconds", float("nan")),
+    ("progress", "val_loss", "1"),
+    ("progress", "x", 1),
+    ("optimizers", GONE),
+    ("optimizers", []),
+    ("optimizers", {}),
+    ("optimizers", [1, 2]),
+    ("optimizers", 0, "state", 7),
+    (*MUON, GONE),
+    (*MUON, [1]),
+    (*MUON, "momentum_buffer", GONE),
+    (*MUON, "momentum_buffer", torch.zeros(3)),
+    (*MUON, "momentum_buffer", torch.zeros(1, 1).expand(8, 8)),  # one number, as often as 64
+    (*ADAM, "step", 3),
+    (*ADAM, "exp_avg", torch.zeros(64, 9)),
+    (*ADAM, "more", torch.zeros(64, 8)),
+]
+
+
+@pytest.mark.parametrize("place", STRANGE, ids=lambda place: ".".join(map(str, place[:-1])))
+def test_a_state_that_no_run_left_is_refused_by_its_field(run, place):
+    optimizers, state = resumable("muon")
+    step = run / "step_00000002"
+    (step / checkpoint.SUMS).unlink()
+    *path, key, value = place
+    inner = state
+    for name in path:
+        inner = inner[name]
+    if value is GONE:
+        del inner[key]
+    else:
+        inner[key] = value
+    with pytest.raises(UserError) as error:
+        check_saved(step, state, optimizers)
+    assert f"{step / 'training_state.pt'}: {place[0]}" in str(error.value)
+    assert f"the checkpoint before it is {run / 'step_00000001'}" in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def unpacks_to_much(file: Path) -> None:
+    torch.save({"progress": {}, "x": torch.zeros(1000)}, file)
+    with zipfile.ZipFile(file) as stored:
+        entries = [(entry.filename, stored.read(entry)) for entry in stored.infolist()]
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries:
+            packed.writestr(name, content)
+
+
+class Room:
+    """Unpickled, it is a gigabyte, of a file of a kilobyte; torch.load allows that."""
+
+    def __reduce__(self):
+        return bytearray, (10**9,)
+
+
+def in_torchs_older_format(file: Path) -> None:
+    """Which torch.load reads where the file does not begin as a zip file, whatever follows."""
+    torch.save({"progress": {}}, file)
+    zipped = file.read_bytes()
+    torch.save({"progress": {}, "x": Room()}, file, _use_new_zipfile_serialization=False)
+    file.write_bytes(file.read_bytes() + zipped)
+
+
+BOMBS = {
+    "packed": unpacks_to_much,
+    "room": lambda file: torch.save({"progress": {}, "x": Room()}, file),
+    "older": in_torchs_older_format,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_training_state_takes_no_more_memory_than_its_file(tmp_path, bomb):
+    file = tmp_path / "training_state.pt"
+    BOMBS[bomb](file)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="training_state.pt is missing or damaged"):
+        checkpoint.load_training_state(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10e6
+
+
+# ------------------------------------------------------------------------- what we may not read
+
+
+@contextlib.contextmanager
+def unreadable(path: Path):
+    """Within the block nobody may read it; root, who always may, is somebody else."""
+    if not hasattr(os, "geteuid"):
+        pytest.skip("Windows has other permissions")
+    mode, user = path.stat().st_mode, os.geteuid()
+    path.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(user)
+        path.chmod(mode)
+
+
+@pytest.fixture
+def in_out(run, monkeypatch):
+    """Inside a directory with the runs out/old and out/new, which everybody may read."""
+    root = run.parent
+    (root / "out").mkdir()
+    shutil.copytree(run, root / "out" / "old")
+    run.rename(root / "out" / "new")
+    os.utime(root / "out" / "new" / "step_00000002", (2e9, 2e9))
+    root.chmod(0o755)
+    monkeypatch.chdir(root)
+    return Path("out")
+
+
+def test_a_run_that_we_may_not_read_is_a_sentence_and_not_in_the_way_of_others(in_out):
+    assert checkpoint.find_checkpoint(None) == in_out / "new" / "step_00000002"
+    with unreadable(in_out / "new"):
+        assert checkpoint.find_checkpoint(None) == in_out / "old" / "step_00000002"
+        with pytest.raises(UserError, match="out/new cannot be read: Permission denied"):
+            checkpoint.load_model("out/new", "cpu", None)
+    for name in ("step_00000002", "step_00000002/config.json", "step_00000002/tokenizer.json"):
+        with unreadable(in_out / "new" / name), pytest.raises(UserError, match="out/new"):
+            checkpoint.load_model("out/new", "cpu", None)
+    checkpoint.start_run(in_out / "new", TrainConfig(), 2)
+    with unreadable(in_out / "new" / "metrics.jsonl"):
+        with pytest.raises(UserError, match="metrics.jsonl cannot be read: Permission denied"):
+            checkpoint.start_run(in_out / "new", TrainConfig(), 2)
 
 
 # -------------------------------------------------------------------------- what a run keeps

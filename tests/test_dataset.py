@@ -4,6 +4,7 @@ The expected rows are computed here from the documents by hand, with bytes as to
 0 end, 1 beginning), so that nothing of the code under test is used to check it.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 
 from config import UserError
 from data import dataset
 from data.dataset import load_dataset, training_texts
-from data.tokenizer import CHATML_TEMPLATE, Tokenizer
+from data.sources import Row
+from data.tokenizer import CHATML_TEMPLATE, PATTERNS, Tokenizer
 from tests.test_tokenizer import qwen_like
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
@@ -369,6 +372,12 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(monkeypatch, tmp_path):
         "猫",
         "\r\n",
         "🙂",
+        "。",
+        ".",
+        " (",
+        "e\u0301",
+        "\u0338",
+        "<think>",
     ]
     text = "".join(rng.choices(words, k=20_000))
     trained = Tokenizer.train([text[:5000]], 400, progress=False)
@@ -381,6 +390,87 @@ def test_a_long_text_in_parts_has_the_ids_of_the_whole(monkeypatch, tmp_path):
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         ids = dataset._document_ids(text, tokenizer)
         assert ids.tolist() == [*bos, *tokenizer.encode(text), tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_no_pattern_has_a_word_across_a_cut(name):
+    """The words as the regex finds them, in texts dense in what the patterns turn on."""
+    pieces = ["a", "B", "é", "猫", "ß", "7", "12", "²", "'s", "'LL", "'", "_", "-", "🙂", "e\u0301"]
+    pieces += [
+        "\u0338",
+        "\r\n",
+        "\r",
+        "\t",
+        "\u00a0",
+        "\u3000",
+        "  ",
+        "/",
+        *' \n.,;:!?()<>"、。，；：！？',
+    ]
+    rng, cuts = random.Random(0), 0
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=60))
+        ends = [0] + [found.end() for found in regex.finditer(PATTERNS[name], text)]
+        assert ends[-1] == len(text)
+        places = [cut.start() for cut in dataset._SAFE_CUT.finditer(text)]
+        assert set(places) <= set(ends)
+        for place in places[:3]:  # and the words behind it are the same without what stands before
+            behind = [found.end() for found in regex.finditer(PATTERNS[name], text[place:])]
+            assert [place + end for end in behind] == ends[ends.index(place) + 1 :]
+        cuts += len(places)
+    assert cuts > 2000
+
+
+def test_an_added_token_is_not_cut_in_two(tmp_path, monkeypatch):
+    directory = qwen_like(tmp_path / "q", CHATML_TEMPLATE)
+    content = (directory / "tokenizer.json").read_text()
+    for name, other in (("<think>", "ab cd."), ("</think>", "x "), ("<tool_call>", " y")):
+        content = content.replace(f'"{name}"', f'"{other}"')
+    (directory / "tokenizer.json").write_text(content)
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.plain_added == {"ab cd.", "x ", " y", "</tool_call>"}
+    monkeypatch.setattr(dataset, "PART_CHARACTERS", 20)
+    text = "".join(
+        random.Random(0).choices(["ab cd.", "ab ", "x ", "x", " y", "y.", "cd", "猫。"], k=3000)
+    )
+    assert len(list(dataset._parts(text, tokenizer.plain_added))) > 100
+    ids = dataset._document_ids(text, tokenizer)
+    assert ids.tolist() == [*tokenizer.encode(text), tokenizer.eos_token_id]
+
+
+def test_a_word_too_long_to_tokenise_is_named_and_any_text_shorter_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(dataset, "LONGEST_PART", 400)
+    tokenizer = Tokenizer.load("bytes")
+    for text in ("x" * 400, "x" * 99 + " " + "y" * 300, ("x" * 250 + "。") * 9, "word " * 1000):
+        ids = dataset._document_ids(text, tokenizer).tolist()
+        assert ids == tokenizer.encode_document(text)
+    complaint = "it goes on for 300 characters without a space, a line break or a punctuation mark"
+    data = write_lines(tmp_path / "d.jsonl", [*documents(20), {"text": "y" * 401}])
+    held = write_lines(tmp_path / "v.jsonl", documents(5, seed=1))
+    (tmp_path / "a.txt").write_text("a b " * 100 + "x" * 500)
+    for path, where in ((data, f"{data}, line 21: "), (tmp_path / "a.txt", f"{tmp_path}/a.txt: ")):
+        for act in (
+            lambda: load(tmp_path, path, held),  # noqa: B023
+            lambda: list(training_texts(path, held)),  # noqa: B023
+        ):
+            with pytest.raises(UserError) as error:
+                act()
+            assert str(error.value).startswith(where + complaint), error.value
+    assert "1 bad skipped" in load(tmp_path, data, held, on_bad_row="skip")[0].report
+    assert len(list(training_texts(data, held, on_bad_row="skip"))) == 20
+    chats = write_lines(tmp_path / "c.jsonl", [chat(("a b " * 101, "a"))])
+    with pytest.raises(UserError, match="c.jsonl, line 1: the chat has more than 400 characters"):
+        load(tmp_path, chats, held)
+
+
+def test_the_hash_of_a_long_text_is_that_of_its_json(monkeypatch):
+    monkeypatch.setattr("data.sources.CHUNK_BYTES", 7)
+    for text in ("", 'é\n"\\🙂猫\x00' * 20, "x" * 14):
+        row = Row("text", text=text)
+        assert row.content == json.dumps(text).encode()
+        digest = hashlib.blake2b(row.content, digest_size=8).digest()
+        assert dataset._hash(row) == int.from_bytes(digest, "little")
 
 
 # ----- the cache ----------------------------------------------------------------------------------
@@ -530,6 +620,56 @@ def test_of_two_processes_one_prepares_and_the_other_waits(tmp_path, monkeypatch
     (other,) = others
     assert other.communicate(timeout=120)[1] == "" and other.returncode == 0
     assert all_rows(load(tmp_path, data)[0]) == expected
+
+
+def cut_in_half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+FILES = ["tokens.npy", "supervised.npy", "starts.npy", "lengths.npy", "hashes.npy", "summary.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("side, damage", [("train", cut_in_half), ("val", Path.unlink)])
+def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path, capsys, name, side, damage):
+    rows = [chat((f"q{i}", "a" * (i % 7 + 1))) for i in range(60)]
+    data = write_lines(tmp_path / "d.jsonl", rows)
+    expected = [all_rows(rows) for rows in load(tmp_path, data, max_seq_len=100)]
+    assert capsys.readouterr().err == ""
+    (entry,) = (tmp_path / "cache" / name for name in prepared(tmp_path))
+    damage(entry / side / name)
+    assert [all_rows(rows) for rows in load(tmp_path, data, max_seq_len=100)] == expected
+    assert capsys.readouterr().err == f"{entry} is damaged: it is made anew\n"
+    load(tmp_path, data, max_seq_len=100)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("text", ["", "7", "[]", "{}", '{"counts": 7, "files": []}', "\udc80"])
+def test_a_summary_that_is_none_is_made_anew(tmp_path, capsys, text):
+    data = write_lines(tmp_path / "d.jsonl", documents(30))
+    load(tmp_path, data)
+    (entry,) = (tmp_path / "cache" / name for name in prepared(tmp_path))
+    (entry / "train" / "summary.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    load(tmp_path, data)
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_an_entry_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("which file is synced is read from /proc")
+    synced, missing = set(), []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd)
+    )
+
+    def checked_rename(self, target):
+        missing.extend({str(self), *map(str, self.rglob("*"))} - synced)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", checked_rename)
+    load(tmp_path, write_lines(tmp_path / "d.jsonl", documents(50)))
+    assert prepared(tmp_path) and missing == [] and str(tmp_path / "cache") in synced
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):

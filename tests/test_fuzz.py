@@ -23,10 +23,11 @@ import config as config_module
 import pretrained
 import report
 import sample
+import train
 from config import SampleConfig, TrainConfig, UserError, check_values, parse_config
 from data.dataset import load_dataset
 from data.tokenizer import Tokenizer
-from model import GPT
+from model import GPT, GPTConfig
 from tests.test_sources import write
 from tests.test_tokenizer import TOOLS_TEMPLATE, qwen_like
 
@@ -210,18 +211,74 @@ def make_prompts(directory: Path) -> None:
 def read_prompts(directory: Path) -> None:
     for row in sample.read_rows(SampleConfig(prompts_file=str(directory / "prompts.jsonl"))):
         json.dumps(row)  # as it is done with the completion beside it
-        ids = sample.row_ids(BYTES, row)
+        ids = sample.row_ids(BYTES, row, "the row")
         chats = len(row["messages"]) + 1 if "messages" in row else 0
         assert (ids.count(2), ids.count(3)) == (chats, max(0, chats - 1))
 
 
 def make_state(directory: Path) -> None:
-    state = {"progress": {"step": 3}, "optimizers": [torch.ones(4)]}
-    torch.save(state, directory / "training_state.pt")
+    """What a run has saved after its first step."""
+    torch.save(take_step(make_optimizers()), directory / "training_state.pt")
+
+
+def make_optimizers() -> list[torch.optim.Optimizer]:
+    return train.make_optimizers(GPT(GPTConfig(8, 2, 1, 1, 2)), TrainConfig())
+
+
+def take_step(optimizers: list[torch.optim.Optimizer], progress=None, scaler=None) -> dict:
+    """Use all that a run does of its state, and return it as it is saved."""
+    progress = progress or train.Progress()
+    scaler = scaler or torch.amp.GradScaler("cpu")
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.ones_like(parameter)
+        scaler.scale(torch.ones(1))
+        scaler.unscale_(optimizer)
+        optimizer.step()
+    scaler.update()
+    progress.step += 1
+    progress.seconds += 1.5
+    json.dumps(vars(progress))
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    rest = {"scaler": scaler.state_dict(), "data": "0123"}
+    return {"progress": vars(progress), "optimizers": states} | rest
 
 
 def read_state(directory: Path) -> None:
-    checkpoint.load_training_state(directory)
+    """As train.py reads it."""
+    optimizers, scaler = make_optimizers(), torch.amp.GradScaler("cpu")
+    state = checkpoint.load_training_state(directory)
+    checkpoint.check_state(state, directory, train.Progress, optimizers)
+    progress = train.Progress(**state["progress"])
+    for optimizer, saved in zip(optimizers, state["optimizers"] or [], strict=False):
+        train.load_optimizer(optimizer, saved)
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    take_step(optimizers, progress, scaler)
+
+
+def make_floor(directory: Path) -> None:
+    (directory / "floor.json").write_text(json.dumps({"val_nats": 2.5, "val_stories": 8}))
+
+
+def read_floor(directory: Path) -> None:
+    assert 0 <= train.read_floor(directory) / 7 < math.inf
+
+
+def make_wandb_id(directory: Path) -> None:
+    report.wandb_id(directory)
+
+
+def read_wandb_id(directory: Path) -> None:
+    assert 0 < len(report.wandb_id(directory)) <= 100
+
+
+def make_holder(directory: Path) -> None:
+    (directory / checkpoint.HOLDER).write_text("process 7 on a machine")
+
+
+def read_holder(directory: Path) -> None:
+    assert len(checkpoint.RunLock(directory).holder()) <= 1000
 
 
 READERS = {
@@ -238,6 +295,9 @@ READERS = {
     "metrics.jsonl": (make_metrics, read_metrics, False),
     "prompts.jsonl": (make_prompts, read_prompts, False),
     "training_state.pt": (make_state, read_state, False),
+    "floor.json": (make_floor, read_floor, True),
+    "wandb_id.txt": (make_wandb_id, read_wandb_id, False),
+    ".lock_holder": (make_holder, read_holder, False),
 }
 
 
@@ -293,6 +353,23 @@ def test_a_training_state_of_something_else_is_refused(state, tmp_path):
     torch.save(state, tmp_path / "training_state.pt")
     with pytest.raises(UserError, match="training_state.pt is missing or damaged"):
         checkpoint.load_training_state(tmp_path)
+
+
+def test_any_value_in_a_training_state_is_gone_on_from_or_refused(tmp_path):
+    """Places of its dicts and lists, to which JSON's edits do as well."""
+    make_state(tmp_path)
+    valid = torch.load(tmp_path / "training_state.pt", weights_only=True)
+
+    @settings(FEW, max_examples=150)
+    @given(JSON_EDITS)
+    def run(edits):
+        torch.save(edit_json(copy.deepcopy(valid), edits), tmp_path / "training_state.pt")
+        try:
+            read_state(tmp_path)
+        except Exception as error:
+            check_refusal(error, tmp_path)
+
+    run()
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -432,6 +509,7 @@ def test_config_files_with_any_value(name, tmp_path):
     file = tmp_path / "recipe.py"
     values = [*VALUES[:-2], -(2**40), (1, 2), b"x", 1j]
     texts = [f"float('{v}')" if isinstance(v, float) else repr(v) for v in values]
+    texts.append("__import__('numpy').ones(2)")
     for text in [*texts, "10**5000"]:  # which Python does not print
         file.write_text(f"{name} = {text}\n")
         try:

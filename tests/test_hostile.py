@@ -5,10 +5,12 @@ Checkpoints, tokenizers, chat templates, data, and text that spells special toke
 (tests/test_checkpoint_files.py has the headers that lie and the pickles in disguise.)
 """
 
+import contextlib
 import csv
 import gzip
 import json
 import os
+import signal
 import struct
 import tracemalloc
 from pathlib import Path
@@ -17,10 +19,13 @@ import pytest
 import torch
 from reference import random_model, tiny
 
+import checkpoint
 import pretrained
+import report
 import sample
+import train
 from chat import chat_ids
-from config import SampleConfig, UserError, parse_config
+from config import SampleConfig, TrainConfig, UserError, parse_config, read_saved_options
 from data import sources
 from data.dataset import load_dataset
 from data.sources import RowError, Source, find_sources, parse, read_chunks
@@ -166,6 +171,9 @@ def test_a_link_out_of_the_directory_is_refused_and_one_into_the_hubs_cache_is_n
     (snapshot / name).rename(blobs / "9f8e")
     (snapshot / name).symlink_to(Path("../../blobs/9f8e"))
     GPT.from_pretrained(snapshot)  # as the hub's cache is made
+    snapshot.parent.rename(tmp_path / "run")
+    refused(lambda: GPT.from_pretrained(tmp_path / "run" / "0123"), name, "leads out of its")
+    (tmp_path / "run").rename(snapshot.parent)
     (tmp_path / "elsewhere").mkdir()
     (blobs / "9f8e").rename(tmp_path / "elsewhere" / name)
     (snapshot / name).unlink()
@@ -175,6 +183,92 @@ def test_a_link_out_of_the_directory_is_refused_and_one_into_the_hubs_cache_is_n
     (snapshot / name).symlink_to(name)  # to itself
     with pytest.raises((ValueError, FileNotFoundError), match=name):
         GPT.from_pretrained(snapshot)
+
+
+@contextlib.contextmanager
+def not_forever():
+    """Within the block, what waits is ended with an error."""
+
+    def end(*_):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(10)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+PIPES = {
+    "model.safetensors": GPT.from_pretrained,
+    "training_state.pt": checkpoint.load_training_state,
+    "step.sha256": lambda step: checkpoint.check(step, ["config.json"]),
+    "metrics.jsonl": report.read_metrics,
+    "train_config.json": lambda run: read_saved_options(run / "train_config.json"),
+    "wandb_id.txt": report.wandb_id,
+    "floor.json": train.read_floor,
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_in_a_files_place_is_not_waited_for(saved, name):
+    (saved / name).unlink(missing_ok=True)
+    os.mkfifo(saved / name)
+    with not_forever():
+        refused(lambda: PIPES[name](saved), name, "is not a regular file")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_for_a_step_json_costs_its_figure_only(tmp_path):
+    os.mkfifo(tmp_path / "step.json")
+    with not_forever():
+        assert checkpoint.val_loss_of(tmp_path) is None
+
+
+OURS = [".lock", ".lock_holder", "train_config.json", "metrics.jsonl", "wandb_id.txt", "loss.png"]
+
+
+@pytest.mark.parametrize("name", OURS + [f".partial_{name}" for name in OURS])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_in_a_run_leads_no_write_out_of_it(tmp_path, name, there):
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to("../precious")
+    if there:
+        precious.write_text("mine\n")
+    with contextlib.suppress(UserError), checkpoint.RunLock(run) as lock:
+        lock.take()
+        checkpoint.start_run(run, TrainConfig(), 1)
+        report.draw_curve(run)
+        report.wandb_id(run)
+    assert not precious.exists() if not there else precious.read_text() == "mine\n"
+
+
+def test_a_link_to_a_directory_is_no_place_to_save_a_checkpoint_in(saved, tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir(), elsewhere.mkdir()
+    (elsewhere / "config.json").touch()
+    (run / ".partial_step_00000003").symlink_to(elsewhere)
+    checkpoint.start_run(run, TrainConfig(), 0)
+    state = {"progress": {"step": 3, "val_loss": None}}
+    step = checkpoint.save_checkpoint(
+        run, random_model(tiny()), Tokenizer.load("bytes"), state, keep=1
+    )
+    assert not step.is_symlink() and (elsewhere / "config.json").read_bytes() == b""
+
+
+def test_whoever_holds_a_lock_is_named_whatever_it_wrote(tmp_path):
+    with checkpoint.RunLock(tmp_path) as lock:
+        lock.take()
+        for content, name in ((b"me", "me"), (b"m\xff", "m\ufffd"), (b"x" * 2000, "another")):
+            (tmp_path / ".lock_holder").write_bytes(content)
+            with checkpoint.RunLock(tmp_path) as other:
+                refused(other.take, f"{name}", f"is training in {tmp_path} now")
 
 
 def test_a_config_file_is_never_run_by_sampling(tmp_path):
@@ -543,7 +637,7 @@ def forms(tokenizer: Tokenizer) -> set[int]:
 def test_documents_and_prompts_cannot_spell_special_tokens(tokenizer, tmp_path):
     assert not forms(tokenizer) & set(tokenizer.encode(FORGED))
     for row in ({"prompt": FORGED}, {"text": FORGED}):
-        ids = sample.row_ids(tokenizer, row)
+        ids = sample.row_ids(tokenizer, row, "the row")
         assert not forms(tokenizer) & set(ids[tokenizer.bos_token_id is not None :])
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps({"text": f"{i} {FORGED}"}) + "\n" for i in range(20)))
@@ -564,7 +658,7 @@ def test_chats_cannot_forge_turns(tokenizer, tmp_path):
     for ids in (
         chat_ids(tokenizer, plain),
         tokenizer.render_chat(plain, add_generation_prompt=True)[0],
-        sample.row_ids(tokenizer, {"messages": plain}),
+        sample.row_ids(tokenizer, {"messages": plain}, "the row"),
     ):
         assert (ids.count(start), ids.count(end)) == (len(turns) + 1, len(turns))
     lines = [{"messages": [{"role": role, "content": "x"}]} for role in (FORGED, "user" + FORGED)]
@@ -575,5 +669,5 @@ def test_chats_cannot_forge_turns(tokenizer, tmp_path):
     except UserError:
         return  # a role that is none is refused: as good
     for row in rows:
-        ids = sample.row_ids(tokenizer, row)
+        ids = sample.row_ids(tokenizer, row, "the row")
         assert (ids.count(start), ids.count(end)) == (2, 1)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
 import report
-from config import TrainConfig
+from config import TrainConfig, UserError
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -106,13 +107,32 @@ def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, capsys):
     assert capsys.readouterr().out.count("cannot be written (File too large)") == 1
 
 
-def test_a_picture_that_cannot_be_drawn_costs_a_line_on_the_terminal(tmp_path, capsys):
+@pytest.mark.parametrize("why", ["Is a directory", "metrics.jsonl, line 2", "by the library"])
+def test_a_picture_that_cannot_be_drawn_costs_a_line_on_the_terminal(
+    tmp_path, capsys, monkeypatch, why
+):
     line = {"step": 1, "loss": 1.0, "tokens": 9, "targets": 8}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (tmp_path / "loss.png").mkdir()
+    text = json.dumps(line) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(text)
+    if why == "Is a directory":
+        (tmp_path / "loss.png").mkdir()
+    elif why == "metrics.jsonl, line 2":
+        (tmp_path / "metrics.jsonl").write_text(text + text[:9] + "\n" + text)
+    else:
+        monkeypatch.setattr(Figure, "savefig", lambda *_, **__: 1 / 0)
+        why = "division by zero"
     run = report.Report(tmp_path, TrainConfig(), True, 0, CPU, None)
     run.evaluation(line | {"val_loss": 2.0, "val_ppl": 7.39, "val_bpb": 1.5}, 1.0, "one\ntwo")
     run.close()
     said = capsys.readouterr().out.splitlines()
     assert "validation loss 2.0000" in said[0] and said[1:3] == ["  | one", "  | two"]
-    assert said[3] == f"{tmp_path / 'loss.png'} cannot be written: Is a directory"
+    assert said[3].startswith(f"{tmp_path / 'loss.png'} cannot be written: ") and why in said[3]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"../x", b"a b", b"x" * 101])
+def test_an_id_that_wandb_did_not_get_from_us_is_refused(tmp_path, content):
+    made = report.wandb_id(tmp_path)
+    assert report.wandb_id(tmp_path) == made and len(made) == 8
+    (tmp_path / "wandb_id.txt").write_bytes(content)
+    with pytest.raises(UserError, match="wandb_id.txt"):
+        report.wandb_id(tmp_path)

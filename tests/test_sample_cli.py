@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from reference import random_model, tiny
 
 import sample
-from chat import Chat, chat_ids
+from chat import Chat, append_line, chat_ids
 from config import SampleConfig, UserError
+from data.sources import parse
 from data.tokenizer import ChatStyle, Tokenizer
 from sample import Completion, Writer, generate
+from tests.test_tokenizer import TOOLS_TEMPLATE, qwen_like
 
 ROOT = Path(__file__).parent.parent
 EOS, BOS, IM_START, IM_END = range(4)
@@ -193,9 +195,11 @@ def test_many_prompts_in_one_batch_from_jsonl_to_jsonl(run, tmp_path):
         ('["x"]', 'line 1: a row has one of "prompt", "text" and "messages"'),
         ('{"prompt": "x", "text": "y"}', "line 1: a row has one of"),
         ('\n{"text": 5}', 'line 2: "text" is 5, not a text'),
-        ('{"messages": []}', "not a list of messages"),
-        ('{"messages": ["x"]}', "'x' is not a message"),
-        ('{"messages": [{"role": "user"}]}', 'no text as its "content"'),
+        ('{"messages": 7}', "line 1: field 'messages': expected a list, found a number"),
+        ('{"messages": []}', "line 1: field 'messages': the list is empty"),
+        ('{"messages": ["x"]}', r"field 'messages\[0\]': expected an object, found a string"),
+        ('{"messages": [{"role": "user"}]}', r"field 'messages\[0\].content': missing"),
+        ('{"messages": [{"role": "bear", "content": "x"}]}', "unknown role 'bear'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "is an answer already"),
         ("\n", "holds no prompts"),
         (b"\xff\xfe", "is not UTF-8"),
@@ -208,6 +212,89 @@ def test_mistakes_in_a_file_of_prompts_name_the_place(run, tmp_path, content, me
     with pytest.raises(UserError, match=message):
         run(f"--prompts_file={file}", f"--output={tmp_path}/out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+USER = {"role": "user", "content": "Who?"}
+TOOL_FIELDS = {
+    "tools that are a number": ({"role": "system", "content": "x", "tools": 7}, r"[0].tools'"),
+    "tools of nothing": ({"role": "system", "content": "x", "tools": "f("}, r"[0].tools'"),
+    "a call that is a number": ({"role": "assistant", "tool_calls": [7]}, r"[0].tool_calls[0]'"),
+    "calls that are one": ({"role": "assistant", "tool_calls": {"name": "f"}}, r"[0].tool_calls'"),
+    "a call without arguments": (
+        {"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]},
+        r"[0].tool_calls[0].arguments'",
+    ),
+    "a call without a name": (
+        {"role": "assistant", "content": "x", "tool_calls": [{"arguments": {}}]},
+        r"[0].tool_calls[0].name'",
+    ),
+    "a user who calls": (
+        {**USER, "tool_calls": [{"name": "f", "arguments": {}}]},
+        r"[0].tool_calls'",
+    ),
+    "reasoning that is a number": (
+        {"role": "assistant", "content": "x", "reasoning_content": 7},
+        r"[0].reasoning_content'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOOL_FIELDS)
+def test_bad_fields_of_tools_name_the_line_and_the_field(tmp_path, name):
+    message, place = TOOL_FIELDS[name]
+    file = tmp_path / "in.jsonl"
+    rows = [{"prompt": "x"}, {"messages": [message, USER]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError) as error:
+        sample.read_rows(SampleConfig(prompts_file=str(file)))
+    assert str(error.value).startswith(f"{file}, line 2: field 'messages{place}: "), error.value
+
+
+def test_prompts_with_tools_are_written_as_in_training(tmp_path):
+    tokenizer = Tokenizer.load(qwen_like(tmp_path / "tokenizer", TOOLS_TEMPLATE))
+    call = {"name": "f", "arguments": {"x": 1}}
+    plain = [
+        {"role": "system", "content": "x", "tools": [{"name": "f"}]},
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    other = [
+        {**plain[0], "tools": json.dumps(plain[0]["tools"])},
+        {"from": "human", "value": "Who?"},
+        {"role": "assistant", "tool_calls": json.dumps([{"type": "x", "function": call}])},
+        plain[3],
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in (plain, other)))
+    rows = sample.read_rows(SampleConfig(prompts_file=str(file)))
+    expected = tokenizer.render_chat(plain, add_generation_prompt=True)[0]
+    assert [sample.row_ids(tokenizer, row, "the row") for row in rows] == [expected, expected]
+    with pytest.raises(UserError, match="^in.jsonl, prompt 0: this tokenizer's chat template has"):
+        sample.row_ids(Tokenizer.load("bytes"), rows[0], "in.jsonl, prompt 0")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """On a full disk, and on Ctrl-C, too; files of the person's own stay as they are."""
+    output, own = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    sample.write_whole(output, "old")
+    own.write_text("mine")
+    for error, expected in (
+        (OSError(28, "No space left on device"), UserError),
+        (KeyboardInterrupt,) * 2,
+    ):
+
+        def write(self, target, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", write)
+            with pytest.raises(expected):
+                sample.write_whole(output, "new")
+    assert output.read_text() == "old" and own.read_text() == "mine"
+    sample.write_whole(output, "new")
+    assert output.read_text() == "new" and own.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == [output, own]
 
 
 # ----------------------------------------------------------------------------------- mistakes
@@ -451,7 +538,50 @@ def test_save_appends_a_row_that_training_reads(tmp_path, capsys):
     assert set(rows[1]["messages"][1]) == {"role", "content"}
     chat.command("/save")
     chat.command("/save no/such/directory/x")
-    assert capsys.readouterr().err.count("/save needs a file that can be written") == 2
+    chat.command(f"/save {tmp_path}/a\0b")
+    assert capsys.readouterr().err.count("/save needs a file that can be written") == 3
+
+
+def test_save_leaves_out_what_training_would_not_read(tmp_path, capsys):
+    chat, file = chat_of(), tmp_path / "chats.jsonl"
+    chat.command(f"/save {file}")
+    chat.command("/system Be brief.")
+    chat.command(f"/save {file}")
+    assert not file.exists() and capsys.readouterr().err.count("there is nothing to /save") == 2
+    for answer in ("", "So.", " \n"):
+        chat.messages.append({"role": "user", "content": f"before {answer!r}"})
+        chat.messages.append({"role": "assistant", "content": answer, "ids": []})
+    chat.command(f"/save {file}")
+    (row,) = [parse(json.loads(line)) for line in file.read_text().splitlines()]
+    contents = [message["content"] for message in row.messages]
+    assert contents == ["Be brief.", "before 'So.'", "So."]
+    assert f"the conversation is in {file}, all but 2 empty answers" in capsys.readouterr().err
+
+
+FULL_DISK = """
+import resource, sys
+from chat import append_line
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+    append_line(sys.argv[1], "x" * 5000)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_line_that_the_disk_does_not_take_leaves_the_file_as_it_was(tmp_path):
+    pytest.importorskip("resource")
+    file = tmp_path / "a.jsonl"
+    append_line(str(file), "1")
+    with file.open("a") as opened:
+        opened.write("2")  # an editor that left out the last line break
+    append_line(str(file), "3")
+    assert file.read_text() == "1\n2\n3\n"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", FULL_DISK, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "File too large\n", done.stderr
+    assert file.read_text() == "1\n2\n3\n"
 
 
 def test_when_the_context_is_full_the_oldest_turns_leave_with_a_notice(capsys):
@@ -568,7 +698,7 @@ def test_ctrl_c_ends_a_single_text_with_code_130(run, monkeypatch, capsys):
 
     monkeypatch.setattr(sample.GPT, "forward", interrupted)
     with pytest.raises(SystemExit) as exit:
-        run("--prompt=x", "--seed=1", "--max_new_tokens=50")
+        run("--prompt=x", "--seed=1", "--max_new_tokens=50", "--compile=False")
     assert exit.value.code == 130
     captured = capsys.readouterr()
     assert captured.out.startswith("x") and "ended: interrupted" in captured.err

@@ -5,6 +5,8 @@ crashes them or costs a good row.
 import csv
 import gzip
 import json
+import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -435,6 +437,56 @@ def test_a_broken_list_keeps_what_stands_before_the_break(tmp_path, content, row
     assert len(bad) == 1 and bad[0].startswith("data.json, " + complaint), bad
 
 
+@pytest.mark.parametrize("window", [1, 7, 40])
+def test_a_list_read_in_windows_gives_the_same_rows(tmp_path, monkeypatch, window):
+    """Elements longer and shorter than a window, numbers that its end cuts, any white space."""
+    rng = random.Random(0)
+    values = [{"text": "a" * 90 + "é\n"}, {"text": "b"}, 123456789, -1.25e17, [1, [2, "]"]], None]
+    values = [rng.choice(values) for _ in range(200)]
+    content = "[" + ",".join(json.dumps(v) + rng.choice(["", " ", "\n"]) for v in values) + "]"
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    monkeypatch.setattr(sources, "JSON_WINDOW", window)
+    read = [item for chunk in read_chunks(Source("a", path)) for item in chunk.items]
+    assert read == list(enumerate(values, 1))
+    path.write_text(content[:-1] + ',\n{"text": }]')  # and the line and column of what is broken
+    line, column = content.count("\n") + 2, len('{"text": ') + 1
+    *_, (number, error) = [item for chunk in read_chunks(Source("a", path)) for item in chunk.items]
+    assert number == 201
+    assert str(error).startswith(
+        f"not valid JSON (Expecting value at line {line}, column {column})"
+    )
+
+
+def test_an_element_has_the_limit_of_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "JSON_WINDOW", 25)
+    monkeypatch.setattr(sources, "LONGEST_LINE", 100)
+    path = tmp_path / "a.json"
+    for extra, is_good in ((-1, True), (0, True), (1, False)):
+        row = '{"text": "' + "x" * (88 + extra) + '"}'
+        path.write_text(f'[{{"text": "b"}}, {row},' + '{"text": "c"}]')
+        good, bad = read(path)
+        assert (len(good), len(bad)) == ((3, 0) if is_good else (1, 1))
+    assert bad[0].startswith(
+        "a.json, row 2: not valid JSON, or longer than 100 characters (line 1)"
+    )
+
+
+def test_what_is_found_is_described_by_its_beginning():
+    """And not by a million words of which a few are shown."""
+    for value in (["a b " * 10**6], {"text": ["x"] * 10**6}, [[["y"]]] * 10**5):
+        for item in ({"text": value}, {"messages": "a b " * 10**6}):
+            tracemalloc.start()
+            try:
+                with pytest.raises(RowError) as error:
+                    parse(item)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert len(str(error.value)) < 150 and str(error.value).endswith("...)")
+            assert peak < 20e6, peak
+
+
 def test_bad_csv(tmp_path):
     path = tmp_path / "data.csv"
     path.write_bytes(b'text,id\na,1\nb,2,3\n,4\nc\n\xff,5\n"d\n')
@@ -481,6 +533,21 @@ def test_directories_globs_and_files(tmp_path, monkeypatch):
     train, val = find_sources(".")
     assert (names(train), names(val)) == (["train.jsonl"], ["val.jsonl"])
     assert names(find_sources("./b.jsonl", ".")[1]) == ["val.jsonl"]
+
+
+def test_links_to_files_are_followed_wherever_they_lead(tmp_path):
+    """As large files are often kept; links to directories within one are not."""
+    outside, data = tmp_path / "outside", tmp_path / "data"
+    outside.mkdir()
+    data.mkdir()
+    write(outside / "large.jsonl", ROWS)
+    (data / "train.jsonl").symlink_to(outside / "large.jsonl")
+    (data / "more").symlink_to(outside)
+    (data / "gone.jsonl").symlink_to(outside / "nothing")
+    train, val = find_sources(data)
+    assert (names(train), val) == ([f"{data}/train.jsonl"], [])
+    assert texts(train[0].path) == [row["text"] for row in ROWS]
+    assert names(find_sources(data / "more")[0]) == [f"{data}/more/large.jsonl"]
 
 
 def test_what_is_not_there(tmp_path):

@@ -229,6 +229,21 @@ def test_resume_keeps_the_runs_own_options(corpus):
     assert (config.dropout, config.hidden_size, config.max_steps) == (0.25, 16, 9)
 
 
+def test_a_run_goes_on_where_it_lies_whatever_its_options_say(corpus):
+    """A stranger's train_config.json may name another directory, to write and to sweep there."""
+    run(corpus, "out/a", "--max_steps=1")
+    options = json.loads(Path("out/a/train_config.json").read_text())
+    options |= {"out_dir": "elsewhere", "resume": False}
+    Path("out/a/train_config.json").write_text(json.dumps(options))
+    Path("elsewhere").mkdir()
+    Path("elsewhere/.partial_precious").touch()
+    Path("a.py").write_text("max_steps = 1\n")
+    train.main(["a.py", "--resume", "--max_steps=2"])
+    assert [path.name for path in Path("elsewhere").iterdir()] == [".partial_precious"]
+    assert [step.name for step in checkpoint.saved_steps(Path("out/a"))][-1] == "step_00000002"
+    assert json.loads(Path("out/a/train_config.json").read_text())["out_dir"] == "out/a"
+
+
 def test_resume_refuses_to_change_what_the_run_is(corpus):
     run(corpus, "out/a", "--max_steps=2")
     with pytest.raises(UserError, match="seed = 1337.*out_dir"):
@@ -407,7 +422,10 @@ def test_metrics_have_the_fields_of_the_contract(corpus):
     assert last["floor"] == pytest.approx(10.0 / targets)
 
 
-@pytest.mark.parametrize("content", ['{"val_nats": "ten"}', "[1]", "{"])
+NOT_NATS = ['"ten"', "true", "null", "-1", "NaN", "Infinity", "1" + "0" * 400, "[1]"]
+
+
+@pytest.mark.parametrize("content", [f'{{"val_nats": {x}}}' for x in NOT_NATS] + ["{}", "[1]", "{"])
 def test_a_floor_that_is_none_is_a_sentence(corpus, content):
     (corpus / "floor.json").write_text(content)
     with pytest.raises(UserError, match="floor.json"):
@@ -483,6 +501,8 @@ def test_mistakes_in_a_config_file_are_named(corpus, capsys):
     assert "no option max_stpes; did you mean max_steps?" in failure(capsys, "c.py")
     Path("c.py").write_text("max_steps = 3.5\n")
     assert "max_steps = 3.5, but it must be int" in failure(capsys, "c.py")
+    Path("c.py").write_text("import numpy\nmax_steps = numpy.ones(2)\n")
+    assert "max_steps = array([1., 1.]), but it must be int" in failure(capsys, "c.py")
     Path("c.py").write_text("max_steps = = 3\n")
     assert "c.py, line 1" in failure(capsys, "c.py")
     Path("c.py").write_text("max_steps = 1 / 0\n")
@@ -556,12 +576,20 @@ def test_a_tokenizer_that_does_not_fit_the_weights_is_refused_with_the_mend(corp
     "flag",
     "eval_batches=0 eval_batches=-3 seed=-1 seed=99999999999 rope_theta=0 rms_norm_eps=nan "
     "learning_rate=inf embedding_learning_rate=-1 max_seq_len=1 val_fraction=1 data= out_dir= "
-    "init_from= dropout=1.5 hidden_size=0 keep_checkpoints=0".split(),
+    "init_from= dropout=1.5 hidden_size=0 keep_checkpoints=0 num_hidden_layers=1025".split(),
 )
 def test_a_value_out_of_range_is_named_before_anything_is_written(corpus, capsys, flag):
     flags = [f"--data={corpus}", *SHAPE, *QUICK, "--max_steps=1", f"--{flag}"]
     assert flag.split("=")[0] in failure(capsys, *flags)
     assert not Path("out").exists() and not Path("data").exists()
+
+
+@pytest.mark.parametrize("name", ["data", "sample_prompt"])
+def test_what_train_config_json_could_not_keep_is_refused_at_the_start(corpus, capsys, name):
+    """A file's name of other bytes than UTF-8's, as Python has it."""
+    flags = [f"--data={corpus}", "--out_dir=out/a", *SHAPE, *QUICK, f"--{name}=d\udcff.jsonl"]
+    assert f"{name} = 'd\\udcff.jsonl' is not UTF-8" in failure(capsys, *flags)
+    assert not Path("out").exists()
 
 
 def test_what_is_no_config_file_is_named(corpus, capsys):
