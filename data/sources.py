@@ -516,10 +516,10 @@ def _read_parquet(source: Source) -> Iterator[Chunk]:
 
 def _batch_size(metadata) -> int:
     """Rows that are unpacked at a time: at most 1 GiB, though each may repeat the longest value,
-    which is stored once and no longer than all of its column."""
+    which is stored once and no longer than all of its group. (A damaged description of a column
+    would end the process: pyarrow does not catch what its C++ throws there.)"""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    columns = [group.column(i) for group in groups for i in range(metadata.num_columns)]
-    largest = max((column.total_uncompressed_size for column in columns), default=1)
+    largest = max((group.total_byte_size for group in groups), default=1)
     return min(max(1, (1 << 30) // max(1, largest)), 100)
 
 

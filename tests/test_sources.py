@@ -6,6 +6,8 @@ import csv
 import gzip
 import json
 import random
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -498,6 +500,30 @@ def test_bad_csv(tmp_path):
         "row 5, field 'text': invalid UTF-8 (byte 0xff).",
         "row 6: not valid CSV (unexpected end of data).",
     ]
+
+
+ROOT = Path(__file__).parents[1]
+EDITED_PARQUET = """
+import sys
+from pathlib import Path
+from data.sources import find_sources, read_chunks
+
+file = Path(sys.argv[1])
+whole = file.read_bytes()
+for place in range(len(whole)):
+    file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for source in find_sources(str(file))[0]:
+        for chunk in read_chunks(source):
+            list(chunk.items)
+"""
+
+
+def test_no_byte_of_a_parquet_ends_the_process(tmp_path):
+    """pyarrow ends it for two of these, as the description of a column is read."""
+    path = write(tmp_path / "data.parquet", [{"text": "a"}, {"text": "b"}])
+    command = [sys.executable, "-c", EDITED_PARQUET, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 def test_bad_parquet(tmp_path):
