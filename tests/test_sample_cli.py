@@ -670,6 +670,9 @@ def test_a_piped_chat_answers_every_line_and_knows_its_commands(run):
     assert f"prefill {len('_user.two .lines_._assistant.')} tokens" in err
 
 
+@pytest.mark.skipif(
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN, reason="Ctrl-C is ignored here, as by nohup"
+)
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path):
     checkpoint = save_checkpoint(tmp_path, max_position_embeddings=50_000)
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": []}')  # it never ends
