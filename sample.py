@@ -659,7 +659,11 @@ def refuse_contradictions(config: SampleConfig) -> None:
             raise UserError(f"--output={shown(config.output)}: that directory does not exist")
         if os.path.isdir(output):
             raise UserError(f"--output={config.output} is a directory, not a file")
-        if len(os.fsencode(output.name)) > LONGEST_NAME:
+        try:
+            is_long = len(os.fsencode(output.name)) > LONGEST_NAME
+        except UnicodeEncodeError as error:  # half a surrogate pair
+            raise UserError(f"--output={shown(config.output)}: no file has that name") from error
+        if is_long:
             raise UserError(f"--output={shown(config.output)}: that name is too long for a file")
 
 

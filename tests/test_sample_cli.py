@@ -315,6 +315,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         (["--prompt=x", "--output=x"], "--output is for"),
         (["--prompts_file=x", "--output=no/such/x"], "that directory does not exist"),
         (["--prompts_file=x", f"--output={'x' * 300}"], "that name is too long for a file"),
+        (["--prompts_file=x", "--output=\ud800"], "no file has that name"),
         (["--prompts_file=x", f"--output={'x' * 300}/y"], "that directory does not exist"),
         (["--prompt=x", "--num_samples=1000000000"], "num_samples is 1000000000, but it must be"),
         (["--temprature=1"], "did you mean --temperature"),
