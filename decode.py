@@ -6,9 +6,9 @@
   4. library   where the result is kept: it is code, so in a directory that is the user's alone
 
 A step needs each weight once, so at best it takes as long as reading them. Module by module it
-takes two to three times as long: each product starts its threads, each call finds its way through
-Python and torch, and meanwhile memory waits. Where decode.cpp cannot be compiled, or does not fit,
-nothing changes but the speed.
+takes one and a half to four times as long as here: each product starts its threads, each call finds
+its way through Python and torch, and meanwhile memory waits. Where decode.cpp cannot be compiled,
+or does not fit, nothing changes but the speed.
 """
 
 import ctypes
@@ -143,12 +143,14 @@ def step_of(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor] | None:
             raise ValueError("the rows of the cache were changed: make a new step of it")
         if ids.shape != (rows, 1):
             raise ValueError(f"ids have shape {tuple(ids.shape)}, but there are {rows} rows")
-        if not 0 <= ids.min() <= ids.max() < config.vocab_size:
-            raise IndexError(f"an id in {ids.flatten().tolist()} is not of 0 to the last")
+        V = model.config.vocab_size
+        if not 0 <= ids.min() <= ids.max() < V:
+            raise IndexError(f"an id in {ids.flatten().tolist()} is not of 0 to {V - 1}")
         ids = ids.contiguous()
-        logits = torch.empty(rows, 1, model.config.vocab_size, dtype=dtype)
+        logits = torch.empty(rows, 1, V, dtype=dtype)
         cache.real[:, cache.length] = True
         told.slot, told.ids, told.logits = cache.length, address(ids), address(logits)
+        # Named here, these and the model live as long as the step: `told` has addresses only.
         told.cos, told.sin = address(cos), address(sin)
         cast(Callable, call)(ctypes.byref(told))
         cache.row_lengths += 1

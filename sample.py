@@ -211,15 +211,15 @@ def generate_stream(
         batch = list(range(len(left)))  # the rows that are in the batch
         while True:
             ids = pick(process_logits(logits, bias, seen, **sampling), generators)  # (B,)
-            if seen is not None:
-                seen.scatter_(1, ids[:, None].clamp(min=0), True)
-            # tolist() is the one place where the host waits for the device.
-            made = [(row, id) for row, id in zip(batch, ids.tolist(), strict=True) if left[row]]
-            if any(id < 0 for _, id in made):
+            new = ids.tolist()  # the one place where the host waits for the device
+            if min(new) < 0:
                 raise UserError(
                     "the model's scores are not numbers: its weights are damaged, or too large for "
                     f"{logits.dtype} (--dtype=fp32 or bf16 bears larger ones)"
                 )
+            if seen is not None:
+                seen.scatter_(1, ids[:, None], True)
+            made = [(row, id) for row, id in zip(batch, new, strict=True) if left[row]]
             for row, id in made:
                 stopped = id in stop_ids or (stop_when is not None and stop_when(row, id))
                 left[row] = 0 if stopped else left[row] - 1
