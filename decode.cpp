@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include <omp.h>
@@ -58,6 +59,14 @@ inline Lanes load(const float *from) {
   std::memcpy(&lanes, from, sizeof lanes);
   return lanes;
 }
+#ifdef __AVX512F__ // two instructions each, where g++ makes five and fifty
+inline Lanes load(const BFloat16 *from) {
+  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+}
+inline Lanes load(const int8_t *from) {
+  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+#else
 inline Lanes load(const BFloat16 *from) {
   typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
   typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -66,15 +75,12 @@ inline Lanes load(const BFloat16 *from) {
   return (Lanes)(__builtin_convertvector(halves, Words) << 16);
 }
 inline Lanes load(const int8_t *from) {
-#ifdef __AVX512F__ // two instructions; g++ would make fifty
-  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#else
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
   Bytes bytes;
   std::memcpy(&bytes, from, sizeof bytes);
   return __builtin_convertvector(bytes, Lanes);
-#endif
 }
+#endif
 inline void store(Lanes lanes, float *to) { std::memcpy(to, &lanes, sizeof lanes); }
 
 inline float total(Lanes lanes) { // by halves: one by one, each addition would wait for the last
@@ -87,6 +93,26 @@ inline float total(Lanes lanes) { // by halves: one by one, each addition would 
   std::memcpy(quarters, &eight, sizeof eight);
   Four four = quarters[0] + quarters[1];
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The totals of sixteen, in a quarter of the work: neighbours are added, so that half as many vectors
+// hold twice as many sums each, four times over.
+inline Lanes totals(Lanes *of) {
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+  typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Places{__VA_ARGS__})
+#endif
+#pragma GCC unroll 4
+  for (int left = LANES / 2; left > 0; left /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < left; i++) {
+      Lanes a = of[2 * i], b = of[2 * i + 1];
+      of[i] = PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+              PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+  return of[0];
 }
 
 // Room for n floats that begins where a cache line does: a load across two lines takes twice as long.
@@ -142,73 +168,103 @@ struct Step {
 
 // ------------------------------------------------------------------------------ products
 
-constexpr int64_t BLOCK = 64;   // weights that are multiplied between two looks ahead
 constexpr int64_t AHEAD = 8192; // bytes
-constexpr int64_t NEAR = 64;    // values that stay in the first cache until all queries had them
+constexpr int64_t NEAR = 64;    // rows that stay in the caches until all that need them had them
 
-template <class W> inline void look_ahead(const W *w, int64_t n) {
-  for (int64_t byte = 0; byte < n * int64_t(sizeof(W)); byte += 64)
-    __builtin_prefetch((const char *)w + byte + AHEAD, /*for writing*/ 0, /*which cache*/ 1);
+inline void look_ahead(const void *from, int64_t bytes) {
+  __builtin_prefetch((const char *)from + bytes, /*for writing*/ 0, /*which cache*/ 1);
 }
 
-// out[b] = the dot product of w and row b of x, (N, n)
-template <int N, class W> void dots(const W *w, const float *x, int64_t n, float *out) {
-  constexpr int CHAINS = N == 1 ? 4 : 1; // so that an addition need not wait for the one before
-  Lanes sums[N][CHAINS] = {};
-  int64_t i = 0;
-  for (; i + BLOCK <= n; i += BLOCK) {
-    look_ahead(w + i, BLOCK);
-#pragma GCC unroll 4
-    for (int j = 0; j < BLOCK / LANES; j++) {
-      Lanes weights = load(w + i + j * LANES);
+// out[k * N + b] = the dot product of row k of w, (K, n), and row b of x, (N, n)
+template <int K, int N, class W> void dots(const W *w, const float *x, int64_t n, float *out) {
+  int64_t next = std::max<int64_t>(AHEAD, K * n * sizeof(W)); // at least the next K rows
+  constexpr int64_t LINE = 64 / sizeof(W); // of the cache
+  Lanes sums[K * N] = {};
+  auto add = [&](int k, int64_t i) {
+    Lanes weights = load(w + k * n + i);
 #pragma GCC unroll 8
-      for (int b = 0; b < N; b++)
-        sums[b][j % CHAINS] += weights * load(x + b * n + i + j * LANES);
-    }
-  }
-  for (; i + LANES <= n; i += LANES)
     for (int b = 0; b < N; b++)
-      sums[b][0] += load(w + i) * load(x + b * n + i);
-  for (int b = 0; b < N; b++) {
-    for (int chain = 1; chain < CHAINS; chain++)
-      sums[b][0] += sums[b][chain];
-    out[b] = total(sums[b][0]);
-    for (int64_t rest = i; rest < n; rest++)
-      out[b] += widen(w[rest]) * x[b * n + rest];
-  }
+      sums[k * N + b] += weights * load(x + b * n + i);
+  };
+  int64_t i = 0;
+  for (; i + LINE <= n; i += LINE)
+#pragma GCC unroll 16
+    for (int k = 0; k < K; k++) {
+      look_ahead(w + k * n + i, next);
+#pragma GCC unroll 4
+      for (int j = 0; j < LINE; j += LANES)
+        add(k, i + j);
+    }
+  for (; i + LANES <= n; i += LANES)
+#pragma GCC unroll 16
+    for (int k = 0; k < K; k++)
+      add(k, i);
+  if constexpr (K * N == LANES)
+    store(totals(sums), out);
+  else
+    for (int j = 0; j < K * N; j++)
+      out[j] = total(sums[j]);
+  for (; i < n; i++)
+    for (int j = 0; j < K * N; j++)
+      out[j] += widen(w[j / N * n + i]) * x[j % N * n + i];
 }
 
-// The same for any number of rows; what is read of w the first time is at hand for the rest.
-template <class W> void dots(const W *w, const float *x, int64_t rows, int64_t n, float *out) {
-  for (; rows >= 8; rows -= 8, x += 8 * n, out += 8)
-    dots<8>(w, x, n, out);
-  if (rows & 4)
-    dots<4>(w, x, n, out), x += 4 * n, out += 4;
-  if (rows & 2)
-    dots<2>(w, x, n, out), x += 2 * n, out += 2;
-  if (rows & 1)
-    dots<1>(w, x, n, out);
+// n things in pieces of a size that the compiler knows: each(size, the first one's number).
+template <class Each> void in_pieces(int64_t n, Each each) {
+  int64_t first = 0;
+  for (; n - first >= 8; first += 8)
+    each(std::integral_constant<int, 8>(), first);
+  if (n & 4)
+    each(std::integral_constant<int, 4>(), first), first += 4;
+  if (n & 2)
+    each(std::integral_constant<int, 2>(), first), first += 2;
+  if (n & 1)
+    each(std::integral_constant<int, 1>(), first);
 }
 
-struct Part { // of `size` things, those of one thread
+// give(k, b, the dot product of row k of w, (count, n), and row b of x, (rows, n)). Several rows of w
+// at a time, with up to eight of x; what is read of w for these is at hand for further ones.
+template <class W, class Give>
+void all_dots(const W *w, int64_t count, const float *x, int64_t rows, int64_t n, Give give) {
+  for (int64_t begin = 0; begin < count; begin += NEAR)
+    in_pieces(rows, [&](auto size, int64_t first) {
+      constexpr int N = size(), K = N == 1 ? 2 : LANES / N; // sixteen at once are slower to read
+      float out[LANES];
+      int64_t k = begin, end = std::min(begin + NEAR, count);
+      for (; k + K <= end; k += K) {
+        dots<K, N>(w + k * n, x + first * n, n, out);
+        for (int j = 0; j < K * N; j++)
+          give(k + j / N, first + j % N, out[j]);
+      }
+      for (; k < end; k++) {
+        dots<1, N>(w + k * n, x + first * n, n, out);
+        for (int b = 0; b < N; b++)
+          give(k, first + b, out[b]);
+      }
+    });
+}
+
+// Of `size` things, those of one thread; it begins at a multiple of `grain`, so that which of them are
+// computed together, and with it the rounding, does not depend on the number of threads.
+struct Part {
   int64_t begin, end;
-  Part(int64_t size)
-      : begin(size * omp_get_thread_num() / omp_get_num_threads()),
-        end(size * (omp_get_thread_num() + 1) / omp_get_num_threads()) {}
+  Part(int64_t size, int64_t grain) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    begin = size * thread / threads / grain * grain;
+    end = thread + 1 == threads ? size : size * (thread + 1) / threads / grain * grain;
+  }
 };
 
 // This thread's outputs of matrix times x, (rows, inputs): give(row, output, value).
 template <class T, class W, class Give>
 void product(Matrix m, const float *x, int64_t rows, int64_t inputs, int64_t outputs, Give give) {
   auto scale = (const T *)m.scale;
-  std::vector<float> out(rows);
-  Part part(outputs);
-  for (int64_t output = part.begin; output < part.end; output++) {
-    dots((const W *)m.weight + output * inputs, x, rows, inputs, out.data());
-    float factor = scale ? widen(scale[output]) : 1;
-    for (int64_t row = 0; row < rows; row++)
-      give(row, output, out[row] * factor);
-  }
+  Part part(outputs, LANES);
+  auto w = (const W *)m.weight + part.begin * inputs;
+  all_dots(w, part.end - part.begin, x, rows, inputs, [&](int64_t k, int64_t row, float value) {
+    int64_t output = part.begin + k;
+    give(row, output, value * (scale ? widen(scale[output]) : 1));
+  });
 }
 
 // ---------------------------------------------------------------------------- the modules
@@ -239,8 +295,13 @@ template <class T> void gated(T *gate, const T *up, int64_t n) {
 
 // softmax of n scores, in place; there is room for zeros behind them, up to whole Lanes
 inline void softmax(float *scores, int64_t n) {
-  float most = *std::max_element(scores, scores + n);
   std::fill(scores + n, scores + (n + LANES - 1) / LANES * LANES, -INFINITY);
+  Lanes highest = load(scores);
+  for (int64_t i = LANES; i < n; i += LANES)
+    highest = load(scores + i) > highest ? load(scores + i) : highest;
+  float most = highest[0];
+  for (int lane = 1; lane < LANES; lane++)
+    most = std::max(most, highest[lane]);
   Lanes sums = {};
   for (int64_t i = 0; i < n; i += LANES) {
     Lanes powers = exponential(load(scores + i) - most);
@@ -256,16 +317,17 @@ inline void softmax(float *scores, int64_t n) {
 template <int N, class T>
 void mix(const T *x, int64_t stride, const float *weights, int64_t rows, float *to) {
   Lanes sums[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; j++)
     sums[j] = load(to + j * LANES);
   for (int64_t at = 0; at < rows; at++) {
-    look_ahead(x + at * stride, N * LANES);
-#pragma GCC unroll 4
+    for (int byte = 0; byte < N * LANES * int(sizeof(T)); byte += 64)
+      look_ahead(x + at * stride, AHEAD + byte);
+#pragma GCC unroll 8
     for (int j = 0; j < N; j++)
       sums[j] += weights[at] * load(x + at * stride + j * LANES);
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; j++)
     store(sums[j], to + j * LANES);
 }
@@ -273,12 +335,10 @@ void mix(const T *x, int64_t stride, const float *weights, int64_t rows, float *
 // The same for rows of any length n.
 template <class T>
 void mix(const T *x, int64_t n, const float *weights, int64_t rows, float *to) {
-  int64_t i = 0;
-  for (; i + 4 * LANES <= n; i += 4 * LANES)
-    mix<4>(x + i, n, weights, rows, to + i);
-  for (; i + LANES <= n; i += LANES)
-    mix<1>(x + i, n, weights, rows, to + i);
-  for (; i < n; i++)
+  in_pieces(n / LANES, [&](auto size, int64_t lanes) {
+    mix<size()>(x + lanes * LANES, n, weights, rows, to + lanes * LANES);
+  });
+  for (int64_t i = n / LANES * LANES; i < n; i++)
     for (int64_t at = 0; at < rows; at++)
       to[i] += weights[at] * widen(x[at * n + i]);
 }
@@ -323,16 +383,14 @@ void attend(const Step &s, const Layer &layer, int64_t row, int64_t kv_head, con
   }
 
   // The scores, then softmax, then the values. What is read serves all queries.
-  std::vector<float> scores(group);
+  all_dots(past_keys, keys, queries, group, D,
+           [&](int64_t at, int64_t g, float value) { weights[g * width + at] = value; });
   float scale = 1 / std::sqrt(float(D));
-  for (int64_t at = 0; at < keys; at++) {
-    if (real[at])
-      dots(past_keys + at * D, queries, group, D, scores.data());
-    for (int64_t g = 0; g < group; g++)
-      weights[g * width + at] = real[at] ? scores[g] * scale : -INFINITY;
-  }
-  for (int64_t g = 0; g < group; g++)
+  for (int64_t g = 0; g < group; g++) {
+    for (int64_t at = 0; at < keys; at++)
+      weights[g * width + at] = real[at] ? weights[g * width + at] * scale : -INFINITY;
     softmax(weights + g * width, keys);
+  }
   std::fill(sums, sums + group * D, 0);
   for (int64_t at = 0; at < keys; at += NEAR)
     for (int64_t g = 0; g < group; g++)
@@ -378,7 +436,7 @@ template <class T, class W> void step(const Step &s) {
       product<T, W>(layer.k, in, B, C, K * D, into(k, K * D));
       product<T, W>(layer.v, in, B, C, K * D, into(v, K * D));
 #pragma omp barrier
-      Part part(B * K);
+      Part part(B * K, 1);
       for (int64_t i = part.begin; i < part.end; i++) {
         int64_t at = i * (H / K) * D; // of its query heads
         attend(s, layer, i / K, i % K, &q[at], &k[i * D], &v[i * D], scratch, &heads[at]);
@@ -390,7 +448,7 @@ template <class T, class W> void step(const Step &s) {
       take_normed(layer.post_norm);
       product<T, W>(layer.gate, in, B, C, I, into(gate, I));
       product<T, W>(layer.up, in, B, C, I, into(up, I));
-      Part mine(I);
+      Part mine(I, LANES);
       for (int64_t b = 0; b < B; b++)
         gated(&gate[b * I + mine.begin], &up[b * I + mine.begin], mine.end - mine.begin);
 #pragma omp barrier
