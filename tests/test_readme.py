@@ -118,7 +118,7 @@ def home(tmp_path_factory):
     (home / "minimind-3/config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        small = functools.partial(tinyworld.prepare, num_stories=400, num_chats=62, progress=False)
+        small = functools.partial(tinyworld.prepare, num_stories=400, num_chats=122, progress=False)
         patch.setattr(tinyworld, "prepare", small)
         yield home
 

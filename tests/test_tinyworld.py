@@ -687,7 +687,7 @@ def stories() -> list[tinyworld.Story]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     directory = tmp_path_factory.mktemp("corpus") / "tinyworld"
-    tinyworld.prepare(directory, seed=3, num_stories=4100, num_chats=6200, progress=False)
+    tinyworld.prepare(directory, seed=3, num_stories=4100, num_chats=12_200, progress=False)
     return directory
 
 
@@ -869,10 +869,12 @@ def test_chat_answers_follow_from_the_text(corpus, split):
             kind = "Where" if kind.startswith("Where") else kind
             answers.setdefault(kind, Counter())[answer["content"]] += 1
             updates += first_answer(story, question) not in (None, world.answer(question))
-    assert set(turns) == {1, 2, 3, 4}
+    meant = sum(turns[number] for number in tinyworld.TURNS[split])
+    assert max(turns) == max(tinyworld.TURNS[split])
+    assert meant > 0.98 * turns.total()  # the others had no more to ask
     assert len(answers) == 6
     for kind, counts in answers.items():
-        assert max(counts.values()) <= 0.6 * sum(counts.values()), kind
+        assert max(counts.values()) <= 0.65 * sum(counts.values()), kind
     assert updates > 0.2 * sum(sum(counts.values()) for counts in answers.values())
 
 
@@ -889,7 +891,7 @@ def first_answer(story: str, question: str) -> str | None:
 
 def test_same_seed_same_bytes_and_no_work_twice(corpus, tmp_path, monkeypatch):
     again, other = tmp_path / "again", tmp_path / "other"
-    small = {"num_stories": 300, "num_chats": 62, "progress": False}
+    small = {"num_stories": 300, "num_chats": 122, "progress": False}
     tinyworld.prepare(again, seed=5, **small)
     tinyworld.prepare(other, seed=5, **small)
     files = sorted(p.relative_to(again) for p in again.rglob("*") if p.is_file())
@@ -923,7 +925,7 @@ def test_a_killed_prepare_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tinyworld, "write_chats", killed)
     with pytest.raises(KeyboardInterrupt):
-        tinyworld.prepare(tmp_path / "new", num_stories=100, num_chats=31, progress=False)
+        tinyworld.prepare(tmp_path / "new", num_stories=100, num_chats=61, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".new.lock"]  # which holds nothing
 
 
@@ -932,13 +934,13 @@ import sys
 from pathlib import Path
 from data import tinyworld
 tinyworld.write_stories = None  # it must not write any
-tinyworld.prepare(Path(sys.argv[1]), num_stories=100, num_chats=31, progress=False)
+tinyworld.prepare(Path(sys.argv[1]), num_stories=100, num_chats=61, progress=False)
 """
 
 
 def test_of_two_processes_one_makes_the_corpus_and_the_other_waits(tmp_path, monkeypatch):
     """Ours writes only when the other one has said that it waits, and replaces another corpus."""
-    small = {"num_stories": 100, "num_chats": 31, "progress": False}
+    small = {"num_stories": 100, "num_chats": 61, "progress": False}
     world, write, others = tmp_path / "world", tinyworld.write_stories, []
     tinyworld.prepare(world, seed=1, **small)
 
@@ -960,22 +962,22 @@ def test_of_two_processes_one_makes_the_corpus_and_the_other_waits(tmp_path, mon
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="file/world cannot be written: "):
-        tinyworld.prepare(tmp_path / "file" / "world", num_stories=100, num_chats=31)
+        tinyworld.prepare(tmp_path / "file" / "world", num_stories=100, num_chats=61)
 
 
 def test_prepare_leaves_the_files_of_others_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("my only copy")
     (tmp_path / "corpus.json").write_text("{")
     with pytest.raises(UserError, match="not a tinyworld corpus"):
-        tinyworld.prepare(tmp_path, num_stories=100, num_chats=31, progress=False)
+        tinyworld.prepare(tmp_path, num_stories=100, num_chats=61, progress=False)
     with pytest.raises(UserError, match="not a tinyworld corpus"):
-        tinyworld.prepare(tmp_path / "thesis.txt", num_stories=100, num_chats=31, progress=False)
+        tinyworld.prepare(tmp_path / "thesis.txt", num_stories=100, num_chats=61, progress=False)
     assert (tmp_path / "thesis.txt").read_text() == "my only copy"
 
 
 def test_the_command_prints_what_it_wrote(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["tinyworld", str(tmp_path / "c"), "--seed=1"])
-    small = {"num_stories": 100, "num_chats": 62, "progress": False}
+    small = {"num_stories": 100, "num_chats": 122, "progress": False}
     whole = tinyworld.prepare
     monkeypatch.setattr(tinyworld, "prepare", lambda path, seed: whole(path, seed, **small))
     tinyworld.main()
