@@ -333,8 +333,8 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
     """MiniMind-3's shape: a prompt, then 64 tokens; every figure is from whole calls of generate.
 
     A step must read the weights once and the visible cache once: the bytes in the table. They over
-    the bandwidth are the floor, and "share" is floor / time. On CUDA the compiled call makes its
-    first 32 tokens by the plain step.
+    the bandwidth, which is measured in each round with as many bytes, are the floor, and "share" is
+    floor / time. On CUDA the compiled call makes its first 32 tokens by the plain step.
     """
     config = SHAPES["64M"]
     # As in sample.py, and for transformers too: before this process has any tensor.
@@ -350,10 +350,10 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
         if why_not is not None:
             raise UserError(f"there is no compiled step to measure: {why_not}")
         weights = sum(linear_weights(ours))
-        bandwidth = read_bandwidth(device, weights)
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         for B, context in ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024), (8, 4096)):
             prompts = torch.randint(3, config.vocab_size, (B, context)).tolist()
+            read = weights + B * context * per_token * dtype.itemsize
             turns = rounds if B * context <= 8192 else 1
             ways: dict[str, Callable[[], list[float]]] = {
                 "plain": partial(time_generate, ours, prompts, False),
@@ -363,7 +363,9 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
             }
             first: dict[str, list[float]] = defaultdict(list)
             steps: dict[str, list[float]] = defaultdict(list)
+            bandwidths: list[float] = []
             for _ in range(turns):
+                bandwidths.append(read_bandwidth(device, read))
                 for name, way in ways.items():
                     times = way()
                     first[name].append(times[0])
@@ -373,7 +375,7 @@ def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
             prefill = {name: statistics.median(times) for name, times in first.items()}
             step = {name: statistics.median(times) for name, times in steps.items()}
             best = min(step["dynamic"], step["static"])
-            read = weights + B * context * per_token * dtype.itemsize
+            bandwidth = statistics.median(bandwidths)
             floor = read / bandwidth
             rows.append(
                 {
