@@ -330,7 +330,7 @@ def proc_status(field: str) -> int:
 
 
 def bench_decode(device: str, rounds: int, checkpoint: str | None) -> None:
-    """MiniMind-3's shape: a prompt, then 64 tokens; every figure is from whole calls of generate.
+    """MiniMind-3's shape: a prompt, then 64 tokens; every time is from whole calls of generate.
 
     A step must read the weights once and the visible cache once: the bytes in the table. They over
     the bandwidth, which is measured in each round with as many bytes, are the floor, and "share" is

@@ -5,8 +5,8 @@
 // A step reads each weight once and does little with it, so the time is that of reading. Hence:
 //   - one team of threads for the whole step, which waits five times a layer and never ends;
 //   - a weight that is read serves all rows of the batch;
-//   - what comes 8 KiB later is asked for early (by itself the processor fetches ahead only to the end
-//     of a page of 4 KiB), into the second cache: the first keeps what is in use.
+//   - what comes 8 KiB later or more is asked for early (by itself the processor fetches ahead only to
+//     the end of a page of 4 KiB), into the second cache: the first keeps what is in use.
 //
 // T is the type of the model (float or BFloat16): the stream, the cache, what one module hands to the
 // next. W is that of the matrices (T, or int8_t with a scale for each output). Sums are in fp32.
@@ -95,24 +95,25 @@ inline float total(Lanes lanes) { // by halves: one by one, each addition would 
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// The totals of sixteen, in a quarter of the work: neighbours are added, so that half as many vectors
-// hold twice as many sums each, four times over.
-inline Lanes totals(Lanes *of) {
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-  typedef int32_t Places __attribute__((vector_size(4 * LANES)));
-#define PICK(a, b, ...) __builtin_shuffle(a, b, Places{__VA_ARGS__})
-#endif
+// The totals of sixteen vectors, which are overwritten.
+inline void totals(Lanes *of, float *out) {
+#ifdef __AVX512F__
+  // In less than half the instructions: neighbours are added, so that half as many vectors hold twice
+  // as many sums each, four times over.
+  __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
 #pragma GCC unroll 4
   for (int left = LANES / 2; left > 0; left /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < left; i++) {
-      Lanes a = of[2 * i], b = of[2 * i + 1];
-      of[i] = PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-              PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+      auto a = (__m512)of[2 * i], b = (__m512)of[2 * i + 1];
+      of[i] = (Lanes)(_mm512_permutex2var_ps(a, even, b) + _mm512_permutex2var_ps(a, odd, b));
     }
-  return of[0];
+  store(of[0], out);
+#else
+  for (int i = 0; i < LANES; i++)
+    out[i] = total(of[i]);
+#endif
 }
 
 // Room for n floats that begins where a cache line does: a load across two lines takes twice as long.
@@ -169,15 +170,16 @@ struct Step {
 // ------------------------------------------------------------------------------ products
 
 constexpr int64_t AHEAD = 8192; // bytes
+constexpr int64_t GRAIN = 8;    // rows that are multiplied together, at most
 constexpr int64_t NEAR = 64;    // rows that stay in the caches until all that need them had them
 
 inline void look_ahead(const void *from, int64_t bytes) {
-  __builtin_prefetch((const char *)from + bytes, /*for writing*/ 0, /*which cache*/ 1);
+  __builtin_prefetch((const char *)from + bytes, /*for writing*/ 0, /*locality*/ 1);
 }
 
 // out[k * N + b] = the dot product of row k of w, (K, n), and row b of x, (N, n)
 template <int K, int N, class W> void dots(const W *w, const float *x, int64_t n, float *out) {
-  int64_t next = std::max<int64_t>(AHEAD, K * n * sizeof(W)); // at least the next K rows
+  int64_t ahead = std::max<int64_t>(AHEAD, K * n * sizeof(W)); // behind these K rows
   constexpr int64_t LINE = 64 / sizeof(W); // of the cache
   Lanes sums[K * N] = {};
   auto add = [&](int k, int64_t i) {
@@ -190,7 +192,7 @@ template <int K, int N, class W> void dots(const W *w, const float *x, int64_t n
   for (; i + LINE <= n; i += LINE)
 #pragma GCC unroll 16
     for (int k = 0; k < K; k++) {
-      look_ahead(w + k * n + i, next);
+      look_ahead(w + k * n + i, ahead);
 #pragma GCC unroll 4
       for (int j = 0; j < LINE; j += LANES)
         add(k, i + j);
@@ -200,7 +202,7 @@ template <int K, int N, class W> void dots(const W *w, const float *x, int64_t n
     for (int k = 0; k < K; k++)
       add(k, i);
   if constexpr (K * N == LANES)
-    store(totals(sums), out);
+    totals(sums, out);
   else
     for (int j = 0; j < K * N; j++)
       out[j] = total(sums[j]);
@@ -228,7 +230,7 @@ template <class W, class Give>
 void all_dots(const W *w, int64_t count, const float *x, int64_t rows, int64_t n, Give give) {
   for (int64_t begin = 0; begin < count; begin += NEAR)
     in_pieces(rows, [&](auto size, int64_t first) {
-      constexpr int N = size(), K = N == 1 ? 2 : LANES / N; // sixteen at once are slower to read
+      constexpr int N = size(), K = N == 1 ? 2 : LANES / N; // at most GRAIN: 16 are slower to read
       float out[LANES];
       int64_t k = begin, end = std::min(begin + NEAR, count);
       for (; k + K <= end; k += K) {
@@ -259,7 +261,7 @@ struct Part {
 template <class T, class W, class Give>
 void product(Matrix m, const float *x, int64_t rows, int64_t inputs, int64_t outputs, Give give) {
   auto scale = (const T *)m.scale;
-  Part part(outputs, LANES);
+  Part part(outputs, GRAIN);
   auto w = (const W *)m.weight + part.begin * inputs;
   all_dots(w, part.end - part.begin, x, rows, inputs, [&](int64_t k, int64_t row, float value) {
     int64_t output = part.begin + k;
@@ -448,7 +450,7 @@ template <class T, class W> void step(const Step &s) {
       take_normed(layer.post_norm);
       product<T, W>(layer.gate, in, B, C, I, into(gate, I));
       product<T, W>(layer.up, in, B, C, I, into(up, I));
-      Part mine(I, LANES);
+      Part mine(I, GRAIN);
       for (int64_t b = 0; b < B; b++)
         gated(&gate[b * I + mine.begin], &up[b * I + mine.begin], mine.end - mine.begin);
 #pragma omp barrier

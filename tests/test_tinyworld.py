@@ -870,11 +870,11 @@ def test_chat_answers_follow_from_the_text(corpus, split):
             answers.setdefault(kind, Counter())[answer["content"]] += 1
             updates += first_answer(story, question) not in (None, world.answer(question))
     meant = sum(turns[number] for number in tinyworld.TURNS[split])
-    assert max(turns) == max(tinyworld.TURNS[split])
+    assert max(turns) == max(tinyworld.TURNS[split]) and set(tinyworld.TURNS[split]) <= set(turns)
     assert meant > 0.98 * turns.total()  # the others had no more to ask
     assert len(answers) == 6
     for kind, counts in answers.items():
-        assert max(counts.values()) <= 0.65 * sum(counts.values()), kind
+        assert max(counts.values()) <= 0.65 * sum(counts.values()), kind  # 0.52 of many
     assert updates > 0.2 * sum(sum(counts.values()) for counts in answers.values())
 
 
