@@ -6,6 +6,7 @@ validation chats it answers exactly, letter for letter, always taking the likeli
 those chats is about a person and a thing that never met in training.
 """
 
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
@@ -67,7 +68,8 @@ def exact_answers(
 
     Each question is asked behind the right answers to the earlier ones of its chat. "all" counts
     every question, "held out" those whose words bring together a person and a thing that never met
-    in training, in the question itself or in the right answer to it.
+    in training, in the question itself or in the right answer to it. "one thing" and "two things":
+    so many has the text, and only where there are two must a model tell them apart.
     """
     asked = [
         (messages[: turn + 1], messages[turn]["content"], messages[turn + 1]["content"])
@@ -82,17 +84,23 @@ def exact_answers(
         ]
         stops = tokenizer.stop_ids
         rows = generate(model, prompts, LONGEST_ANSWER, temperature=0, stop_ids=stops)
-        for (_, text, answer), row in zip(some, rows, strict=True):
+        for (chat, text, answer), row in zip(some, rows, strict=True):
             given = tokenizer.decode([id for id in row if id not in stops])
             question = text.split(". ")[-1].split("! ")[-1]
             kinds = ["all", kind_of(question, answer)]
-            words = set((question + " " + answer).replace("?", "").replace(".", "").split())
+            words = words_of(question + " " + answer)
             if any(p in words and words & set(nouns) for p, nouns in tinyworld.HELD_OUT.items()):
                 kinds.append("held out")
+            one = len(words_of(chat[0]["content"]) & set(tinyworld.NOUNS)) == 1
+            kinds.append("one thing" if one else "two things")
             for kind in kinds:
                 counts[kind][0] += given == answer
                 counts[kind][1] += 1
     return {kind: (right, total) for kind, (right, total) in counts.items()}
+
+
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
 
 
 def kind_of(question: str, answer: str) -> str:

@@ -75,6 +75,22 @@ def test_answers_are_counted_by_kind(world, model_and_tokenizer, monkeypatch):
     kinds = {"who", "what", "where", "where it", "gave", "colour", "yes", "no"}
     assert sum(counts[kind][1] for kind in kinds & set(counts)) == total
     assert 0 < counts["held out"][1] < total
+    assert counts["one thing"][1] + counts["two things"][1] == total
+
+
+def test_a_text_of_two_things_is_told_from_one_of_one(model_and_tokenizer, monkeypatch):
+    model, tokenizer = model_and_tokenizer
+    tokenizer.learn_chats()
+    one = "Zoe has a red ball. Zoe gave the ball to Tom. What colour is the ball?"
+    two = "Zoe has a red ball. Tom had an old... no, a red kite. What colour is the ball?"
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "Red."}]
+        for text in (one, two, two)
+    ]
+    right = [*tokenizer.encode("Red."), tokenizer.stop_ids[0]]
+    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: [[], right, right])
+    counts = evaluate.exact_answers(model, tokenizer, chats, 3)
+    assert (counts["one thing"], counts["two things"]) == ((0, 1), (2, 2))
 
 
 def test_every_kind_of_question_is_told_apart():
