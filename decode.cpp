@@ -211,17 +211,13 @@ template <int K, int N, class W> void dots(const W *w, const float *x, int64_t n
       out[j] += widen(w[j / N * n + i]) * x[j % N * n + i];
 }
 
-// n things in pieces of a size that the compiler knows: each(size, the first one's number).
-template <class Each> void in_pieces(int64_t n, Each each) {
-  int64_t first = 0;
-  for (; n - first >= 8; first += 8)
-    each(std::integral_constant<int, 8>(), first);
-  if (n & 4)
-    each(std::integral_constant<int, 4>(), first), first += 4;
-  if (n & 2)
-    each(std::integral_constant<int, 2>(), first), first += 2;
-  if (n & 1)
-    each(std::integral_constant<int, 1>(), first);
+// n things in pieces of a size that the compiler knows, which is SIZE, then half of it, down to 1:
+// each(size, the first one's number).
+template <int SIZE, class Each> void in_pieces(int64_t n, Each each, int64_t first = 0) {
+  for (; n - first >= SIZE; first += SIZE)
+    each(std::integral_constant<int, SIZE>(), first);
+  if constexpr (SIZE > 1)
+    in_pieces<SIZE / 2>(n, each, first);
 }
 
 // give(k, b, the dot product of row k of w, (count, n), and row b of x, (rows, n)). Several rows of w
@@ -229,7 +225,7 @@ template <class Each> void in_pieces(int64_t n, Each each) {
 template <class W, class Give>
 void all_dots(const W *w, int64_t count, const float *x, int64_t rows, int64_t n, Give give) {
   for (int64_t begin = 0; begin < count; begin += NEAR)
-    in_pieces(rows, [&](auto size, int64_t first) {
+    in_pieces<8>(rows, [&](auto size, int64_t first) {
       constexpr int N = size(), K = N == 1 ? 2 : LANES / N; // at most GRAIN: 16 are slower to read
       float out[LANES];
       int64_t k = begin, end = std::min(begin + NEAR, count);
@@ -315,34 +311,36 @@ inline void softmax(float *scores, int64_t n) {
     scores[i] /= sum;
 }
 
-// to (N * LANES,) += the sum of weights[at] times row `at` of x, whose rows are `stride` long
-template <int N, class T>
-void mix(const T *x, int64_t stride, const float *weights, int64_t rows, float *to) {
-  Lanes sums[N];
+// sums[b] += the sum of weights[b * width + at] times row `at` of x, (count, n), for B sums, (B, n)
+template <int B, class T>
+void mix(const T *x, int64_t count, int64_t n, const float *weights, int64_t width, float *sums) {
+  in_pieces<LANES / B>(n / LANES, [&](auto size, int64_t lanes) {
+    constexpr int N = size();
+    float *to = sums + lanes * LANES;
+    Lanes kept[B][N];
+    for (int b = 0; b < B; b++)
+      for (int j = 0; j < N; j++)
+        kept[b][j] = load(to + b * n + j * LANES);
+    for (int64_t at = 0; at < count; at++) {
+      const T *row = x + at * n + lanes * LANES;
+      for (int byte = 0; byte < N * LANES * int(sizeof(T)); byte += 64)
+        look_ahead(row, AHEAD + byte);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; j++) {
+        Lanes value = load(row + j * LANES);
 #pragma GCC unroll 8
-  for (int j = 0; j < N; j++)
-    sums[j] = load(to + j * LANES);
-  for (int64_t at = 0; at < rows; at++) {
-    for (int byte = 0; byte < N * LANES * int(sizeof(T)); byte += 64)
-      look_ahead(x + at * stride, AHEAD + byte);
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++)
-      sums[j] += weights[at] * load(x + at * stride + j * LANES);
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < N; j++)
-    store(sums[j], to + j * LANES);
-}
-
-// The same for rows of any length n.
-template <class T>
-void mix(const T *x, int64_t n, const float *weights, int64_t rows, float *to) {
-  in_pieces(n / LANES, [&](auto size, int64_t lanes) {
-    mix<size()>(x + lanes * LANES, n, weights, rows, to + lanes * LANES);
+        for (int b = 0; b < B; b++)
+          kept[b][j] += weights[b * width + at] * value;
+      }
+    }
+    for (int b = 0; b < B; b++)
+      for (int j = 0; j < N; j++)
+        store(kept[b][j], to + b * n + j * LANES);
   });
   for (int64_t i = n / LANES * LANES; i < n; i++)
-    for (int64_t at = 0; at < rows; at++)
-      to[i] += weights[at] * widen(x[at * n + i]);
+    for (int64_t at = 0; at < count; at++)
+      for (int b = 0; b < B; b++)
+        sums[b * n + i] += weights[b * width + at] * widen(x[at * n + i]);
 }
 
 // RoPE: pair i with i + n / 2 (rope.py)
@@ -395,8 +393,10 @@ void attend(const Step &s, const Layer &layer, int64_t row, int64_t kv_head, con
   }
   std::fill(sums, sums + group * D, 0);
   for (int64_t at = 0; at < keys; at += NEAR)
-    for (int64_t g = 0; g < group; g++)
-      mix(past_values + at * D, D, weights + g * width + at, std::min(NEAR, keys - at), sums + g * D);
+    in_pieces<8>(group, [&](auto size, int64_t g) {
+      mix<size()>(past_values + at * D, std::min(NEAR, keys - at), D, weights + g * width + at, width,
+                  sums + g * D);
+    });
   for (int64_t i = 0; i < group * D; i++)
     narrow(sums[i], out[i]);
 }
