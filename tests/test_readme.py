@@ -66,7 +66,7 @@ COMMANDS = {
     "python bench.py train": BENCH,
     "python bench.py train --rounds=9": BENCH,
     "python bench.py decode": BENCH,
-    "python bench.py decode --rounds=1": BENCH,
+    "python bench.py decode --rounds=3": BENCH,
     "python bench.py decode --checkpoint=out/tiny": BENCH,
 }
 
