@@ -13,7 +13,7 @@ init_from = "out/tiny"
 data = "tinyworld_chats"
 max_seq_len = 256
 
-max_steps = 1200
+max_steps = 3000
 batch_size = 8
 optimizer = "muon"
 learning_rate = 5e-3
@@ -21,5 +21,5 @@ embedding_learning_rate = 1e-3
 momentum = 0.8
 warmup_steps = 50
 
-eval_every = 300
-save_every = 300
+eval_every = 500
+save_every = 500
