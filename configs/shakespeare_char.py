@@ -2,10 +2,10 @@
 
   python train.py configs/shakespeare_char.py --data=PATH/tinyshakespeare.txt
 
-The first 90% of the text trains, the last 10% validates. Measured, one seed:
+The first 90% of the text trains, the last 10% validates. Measured:
 
 tokens  1.5 M
-loss    from ln(320) = 5.8 to 1.549 in validation (nanoGPT: 1.88)
+loss    from ln(320) = 5.8 to 1.549 in validation (nanoGPT: 1.88); two other seeds 1.548, 1.557
 time    3.3 minutes of one CPU core
 memory  0.4 GiB
 """
