@@ -95,25 +95,27 @@ inline float total(Lanes lanes) { // by halves: one by one, each addition would 
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// The totals of sixteen vectors, which are overwritten.
-inline void totals(Lanes *of, float *out) {
+// The totals of COUNT vectors, which are overwritten.
+template <int COUNT> void totals(Lanes *of, float *out) {
 #ifdef __AVX512F__
-  // In less than half the instructions: neighbours are added, so that half as many vectors hold twice
-  // as many sums each, four times over.
-  __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  if constexpr (COUNT == LANES) {
+    // In less than half the instructions: neighbours are added, so that half as many vectors hold twice
+    // as many sums each, four times over.
+    __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
 #pragma GCC unroll 4
-  for (int left = LANES / 2; left > 0; left /= 2)
+    for (int left = LANES / 2; left > 0; left /= 2)
 #pragma GCC unroll 8
-    for (int i = 0; i < left; i++) {
-      auto a = (__m512)of[2 * i], b = (__m512)of[2 * i + 1];
-      of[i] = (Lanes)(_mm512_permutex2var_ps(a, even, b) + _mm512_permutex2var_ps(a, odd, b));
-    }
-  store(of[0], out);
-#else
-  for (int i = 0; i < LANES; i++)
-    out[i] = total(of[i]);
+      for (int i = 0; i < left; i++) {
+        auto a = (__m512)of[2 * i], b = (__m512)of[2 * i + 1];
+        of[i] = (Lanes)(_mm512_permutex2var_ps(a, even, b) + _mm512_permutex2var_ps(a, odd, b));
+      }
+    store(of[0], out);
+    return;
+  }
 #endif
+  for (int i = 0; i < COUNT; i++)
+    out[i] = total(of[i]);
 }
 
 // Room for n floats that begins where a cache line does: a load across two lines takes twice as long.
@@ -201,11 +203,7 @@ template <int K, int N, class W> void dots(const W *w, const float *x, int64_t n
 #pragma GCC unroll 16
     for (int k = 0; k < K; k++)
       add(k, i);
-  if constexpr (K * N == LANES)
-    totals(sums, out);
-  else
-    for (int j = 0; j < K * N; j++)
-      out[j] = total(sums[j]);
+  totals<K * N>(sums, out);
   for (; i < n; i++)
     for (int j = 0; j < K * N; j++)
       out[j] += widen(w[j / N * n + i]) * x[j % N * n + i];
