@@ -86,6 +86,9 @@ class TrainConfig:
     dropout: float = 0.0
     attention: Literal["sdpa", "manual"] = "sdpa"
     """torch's fused attention, or the readable one."""
+    induction_init: bool = False
+    """Begin with the first half of an induction head in the weights (induction.py). A small model
+    then learns within minutes to find again what stood before."""
 
     # --- optimisation
 

@@ -31,6 +31,7 @@ from data.batches import Batches
 from data.dataset import TokenRows, load_dataset, training_texts
 from data.tokenizer import Tokenizer
 from files import read_json, shown
+from induction import begin_with_induction
 from machine import Machine, launcher
 from model import GPT, GPTConfig
 from muon import Muon
@@ -109,6 +110,8 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     if model is None:
         with machine.birthplace:
             model = GPT(shape_of(config, tokenizer.vocab_size))
+            if config.induction_init:
+                begin_with_induction(model)
     if config.max_seq_len > model.config.max_position_embeddings:
         raise UserError(
             f"max_seq_len ({config.max_seq_len}) is beyond the model's context limit, "
@@ -353,7 +356,7 @@ FIXED_OPTIONS = (
     "seed init_from data val_data val_fraction tokenizer vocab_size max_seq_len on_bad_row "
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "intermediate_size max_position_embeddings rope_theta rms_norm_eps tie_word_embeddings "
-    "batch_size grad_accum optimizer"
+    "induction_init batch_size grad_accum optimizer"
 ).split()
 
 

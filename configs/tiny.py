@@ -21,6 +21,7 @@ num_hidden_layers = 3
 num_attention_heads = 4
 num_key_value_heads = 2
 intermediate_size = 432
+induction_init = True
 
 max_steps = 1300
 batch_size = 8
