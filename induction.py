@@ -12,12 +12,13 @@ docs/recipes.md says what it brings.
 """
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, Attention
+from model import GPT, Attention, Block
 from rope import rope_frequencies
 
 LOGITS_STD = 2.4  # of the first logits, where head and embedding are tied
@@ -43,10 +44,10 @@ def begin_with_induction(model: GPT) -> None:
     std = LOGITS_STD / math.sqrt(C)
     embedding.normal_(0.0, std)
     embedding.add_(shared * std * math.sqrt(C))  # as long as what tells the tokens apart
-    first, *others = model.model.layers
-    look_one_back(first.self_attn, shared)
-    for layer in others:
-        say_what_is_seen(layer.self_attn)
+    first, *others = [cast(Block, layer).self_attn for layer in model.model.layers]
+    look_one_back(first, shared)
+    for attention in others:
+        say_what_is_seen(attention)
 
 
 def look_one_back(attention: Attention, shared: Tensor) -> None:

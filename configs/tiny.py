@@ -16,11 +16,11 @@ vocab_size = 1024
 max_seq_len = 256
 sample_prompt = "One day"
 
-hidden_size = 144
-num_hidden_layers = 3
+hidden_size = 128
+num_hidden_layers = 4
 num_attention_heads = 4
 num_key_value_heads = 2
-intermediate_size = 432
+intermediate_size = 384
 induction_init = True
 
 max_steps = 1300

@@ -113,6 +113,13 @@ def test_sizes_stay_and_the_first_loss_is_what_it_says():
     assert 1.0 < loss / count - math.log(V) < 5.0
 
 
+def test_on_the_meta_device_it_costs_nothing_and_changes_no_shape():
+    """As in every process but the first of a sharded run."""
+    with torch.device("meta"):
+        model = prepared_model()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 def copies(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and labels (16, T): 24 different tokens, then the same again, which alone count."""
     rng = torch.Generator().manual_seed(step)
