@@ -87,8 +87,8 @@ class TrainConfig:
     attention: Literal["sdpa", "manual"] = "sdpa"
     """torch's fused attention, or the readable one."""
     induction_init: bool = False
-    """Begin with the first half of an induction head in the weights (induction.py). A small model
-    then learns within minutes to find again what stood before."""
+    """Begin with most of an induction head in the weights (induction.py): a small model then learns
+    early to find again what stood before. Of a new model only: nothing with init_from."""
 
     # --- optimisation
 

@@ -1,14 +1,14 @@
-"""How the weights may begin: with the first half of an induction head.
+"""How the weights may begin: with what an induction head is made of, but for what it looks for.
 
 After "the red ball" a model that meets "the red" again should say "ball". That takes two heads, one
 behind the other (Elhage et al. 2021, Olsson et al. 2022): the first tells each token which token
 stood before it; the second looks for a place whose token before was the present one, and says what
 stands there. Neither earns anything without the other, so a small model finds the pair late or
-never. Where the first is there from the start, the second follows within a few hundred steps.
+never. Here the first head is there from the start, and later heads say what they look at; what to
+look for they then learn, at tiny's shape within some hundred steps (docs/recipes.md).
 
-So these are only other first values (after Trockman and Kolter 2023, who call it mimetic
+These are only other first values (after Trockman and Kolter 2023, who call it mimetic
 initialisation): training may change them all, and the checkpoint is a Qwen3 model like any other.
-docs/recipes.md says what it brings.
 """
 
 import math
@@ -21,9 +21,9 @@ from torch import Tensor
 from model import GPT, Attention, Block
 from rope import rope_frequencies
 
-LOGITS_STD = 2.4  # of the first logits, where head and embedding are tied
+EMBEDDING_LENGTH = 2.4  # of the part that tells tokens apart, and of the part that all share
 FAST_PAIRS = 5  # of RoPE's rotations, the fastest: slower ones cannot tell neighbours apart
-MIX = 0.9  # how much of a matrix is what is said here; squared, the share of its entries' variance
+MIX = 0.9  # weight of the structure beside the noise; MIX**2 is its share of the variance
 
 
 @torch.no_grad()
@@ -31,19 +31,23 @@ def begin_with_induction(model: GPT) -> None:
     """Change the first weights of `model`, just initialised, in three places.
 
     1. The embedding is loud, so that what a token is can still be read beside what the blocks add
-       to it; and all tokens share a direction, by which a head may look at any of them. The first
-       loss is higher for it: with tied embeddings by LOGITS_STD**2 / 2, about 2.9, for some
-       twenty steps.
-    2. In the first layer the heads of the first key/value head look at the token before.
+       to it; and all tokens share a direction, by which a head may look at any of them. Where the
+       head is tied to it, the first logits are as loud, and the first loss is about
+       EMBEDDING_LENGTH**2 / 2, or 3, above ln V. An id that training never shows stays loud: the
+       marks of a chat, say, so that fine-tuning too begins with a high loss.
+    2. In the first layer the heads of the first key/value head look at the token before more than
+       at any other: with heads of 32 and 256 tokens, 0.25 of their attention. Below a head_dim of
+       16 there are too few fast pairs, and next to nothing of this.
     3. In the layers behind it a head says what it looks at: with o_proj near the transpose of
        v_proj, what it adds to the stream is like the embedding of that token.
+
+    A model of one layer has no later heads, and no use for it.
     """
     embedding = model.model.embed_tokens.weight  # (V, C)
     C = embedding.shape[1]
     shared = F.normalize(torch.randn(C, device=embedding.device), dim=0)  # (C,) of length 1
-    std = LOGITS_STD / math.sqrt(C)
-    embedding.normal_(0.0, std)
-    embedding.add_(shared * std * math.sqrt(C))  # as long as what tells the tokens apart
+    embedding.normal_(0.0, EMBEDDING_LENGTH / math.sqrt(C))
+    embedding.add_(shared * EMBEDDING_LENGTH)
     first, *others = [cast(Block, layer).self_attn for layer in model.model.layers]
     look_one_back(first, shared)
     for attention in others:
@@ -51,11 +55,11 @@ def begin_with_induction(model: GPT) -> None:
 
 
 def look_one_back(attention: Attention, shared: Tensor) -> None:
-    """Queries and keys of the first group, nearly the same for all tokens; shared is (C,).
+    """Queries and keys of the first group that depend on where a token is, hardly on which.
 
-    The key is k = (u, 0) in the pairs that RoPE turns (rope.py), the query k turned back by one
-    position. Between positions p and q RoPE adds a turn of p - q, so their product is largest
-    where the key stands one before the query.
+    shared: (C,), what all embeddings have in common; these heads read little else. The key is
+    (u, 0) in the pairs that RoPE turns (rope.py), the query the same turned back by one position:
+    RoPE turns a query d positions behind its key forward by d, so the two agree where d is 1.
     """
     config = attention.config
     D = config.head_dim
@@ -63,7 +67,7 @@ def look_one_back(attention: Attention, shared: Tensor) -> None:
     frequencies, _ = rope_frequencies(config, shared.device)  # (D/2,)
     u = torch.zeros_like(frequencies)
     u[:FAST_PAIRS] = 1.0
-    u *= math.sqrt(D) / u.norm()  # root mean square 1 over the head, as QK-Norm will have it
+    u *= math.sqrt(D) / u.norm()  # (D/2,): entries of root mean square 1 in the head
     key = torch.cat((u, torch.zeros_like(u)))  # (D,)
     query = torch.cat((u * frequencies.cos(), -u * frequencies.sin()))  # (D,)
     mix_in(attention.k_proj.weight[:D], torch.outer(key, shared))
@@ -84,5 +88,5 @@ def say_what_is_seen(attention: Attention) -> None:
 
 
 def mix_in(weight: Tensor, structure: Tensor) -> None:
-    """Make `weight` MIX of the structure, and so much of what it was that the variance stays."""
+    """Mix a structure of the same mean square into the noise that the weight is."""
     weight.mul_(math.sqrt(1 - MIX**2)).add_(structure, alpha=MIX)
