@@ -28,7 +28,7 @@ MIX = 0.9  # weight of the structure beside the noise; MIX**2 is its share of th
 
 @torch.no_grad()
 def begin_with_induction(model: GPT) -> None:
-    """Change the first weights of `model`, just initialised, in three places.
+    """Change three kinds of the first weights of `model`, in place: fp32, or on the meta device.
 
     1. The embedding is loud, so that what a token is can still be read beside what the blocks add
        to it; and all tokens share a direction, by which a head may look at any of them. Where the
@@ -71,9 +71,7 @@ def look_one_back(attention: Attention, shared: Tensor) -> None:
     key = torch.cat((u, torch.zeros_like(u)))  # (D,)
     query = torch.cat((u * frequencies.cos(), -u * frequencies.sin()))  # (D,)
     mix_in(attention.k_proj.weight[:D], torch.outer(key, shared))
-    for head in range(group):
-        rows = attention.q_proj.weight[head * D : (head + 1) * D]
-        mix_in(rows, torch.outer(query, shared))
+    mix_in(attention.q_proj.weight[: group * D], torch.outer(query.repeat(group), shared))
 
 
 def say_what_is_seen(attention: Attention) -> None:

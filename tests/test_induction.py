@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import train
-from config import TrainConfig, UserError
+from config import UserError
 from induction import EMBEDDING_LENGTH, begin_with_induction
 from model import GPT, GPTConfig
 from rope import rope_tables, rotate
+from tests.test_learning import Rows, learn
 
 V, T = 64, 48
 
@@ -148,7 +149,7 @@ def test_on_the_meta_device_it_costs_nothing_and_changes_no_shape():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def copies(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def copies(step: int) -> Rows:
     """ids and labels (16, T): 24 different tokens, then the same again, which alone count."""
     rng = torch.Generator().manual_seed(step)
     rows = [torch.randperm(V, generator=rng)[: T // 2].repeat(2) for _ in range(16)]
@@ -159,25 +160,12 @@ def copies(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_copying_is_learned_at_once_and_without_it_later():
+    rates = {"learning_rate": 2e-2, "embedding_learning_rate": 5e-3, "momentum": 0.7}
     ends = {}
     for induction in (True, False):
         model = prepared_model() if induction else new_model()
-        config = TrainConfig(
-            max_steps=200,
-            warmup_steps=10,
-            learning_rate=2e-2,
-            embedding_learning_rate=5e-3,
-            momentum=0.7,
-        )
-        optimizers = train.make_optimizers(model, config)
-        machine = train.Machine(torch.device("cpu"), torch.float32, "as the test asks", 0, 1)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        for step in range(75):
-            train.set_learning_rate(optimizers, step, config)
-            ids, labels = copies(step)
-            window = [{"input_ids": ids, "labels": labels, "num_tokens": ids.numel()}]
-            made = train.take_step(model, optimizers, scaler, window, machine, config)
-        ends[induction] = made.loss
+        losses, _ = learn(copies, 75, model=model, max_steps=200, warmup_steps=10, **rates)
+        ends[induction] = losses[-1]
     assert ends[True] < 0.1 and ends[False] > 1.0, ends
 
 
@@ -186,7 +174,6 @@ def test_a_run_begins_with_it_and_goes_on_without(tmp_path):
     (tmp_path / "train.txt").write_text("the red ball, the red ball. " * 200)
     flags = [
         f"--data={tmp_path / 'train.txt'}",
-        "--tokenizer=bytes",
         "--learning_rate=0",  # so weights stay what they were at the start
         "--max_seq_len=32",
         "--batch_size=2",
@@ -202,14 +189,15 @@ def test_a_run_begins_with_it_and_goes_on_without(tmp_path):
         model = GPT.from_pretrained(tmp_path / name / f"step_{steps:08}")
         return model.model.embed_tokens.weight.detach()
 
-    plain = embedding_after("plain", 1)
-    loud = embedding_after("loud", 1, "--induction_init=True")
+    new = ["--tokenizer=bytes", "--induction_init=True"]
+    plain = embedding_after("plain", 1, "--tokenizer=bytes")
+    loud = embedding_after("loud", 1, *new)
     assert loud.std() > 5 * plain.std()
-    resumed = embedding_after("loud", 2, "--induction_init=True", "--resume")
+    resumed = embedding_after("loud", 2, *new, "--resume")
     assert torch.equal(resumed, loud)
-    given = [f"--init_from={tmp_path / 'plain'}", "--induction_init=True"]
-    without_tokenizer = [flag for flag in flags if "tokenizer" not in flag]
-    flags[:] = without_tokenizer
-    assert torch.equal(embedding_after("tuned", 1, *given), plain)
+    tuned = embedding_after(
+        "tuned", 1, f"--init_from={tmp_path / 'plain'}", "--induction_init=True"
+    )
+    assert torch.equal(tuned, plain)
     with pytest.raises(UserError, match="induction_init"):
-        embedding_after("plain", 2, "--resume", "--induction_init=True")
+        embedding_after("plain", 2, *new, "--resume")

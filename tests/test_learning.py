@@ -32,29 +32,35 @@ def tiny_model(seed: int = 0) -> GPT:
     )
 
 
-def learn(batches, steps: int, dtype=torch.float32, **options) -> tuple[list[float], GPT]:
-    """Losses before each of `steps` steps over batches(step) -> ids (B, T), and the model."""
-    config = TrainConfig(max_steps=steps, warmup_steps=5, **options)
+Rows = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels
+
+
+def learn(
+    batches, steps: int, dtype=torch.float32, model: GPT | None = None, **options
+) -> tuple[list[float], GPT]:
+    """Losses before each of `steps` steps over the Rows batches(step), and the model."""
+    config = TrainConfig(**({"max_steps": steps, "warmup_steps": 5} | options))
     machine = train.Machine(torch.device("cpu"), dtype, "as the test asks", 0, 1)
-    model = tiny_model()
+    model = model or tiny_model()
     optimizers = train.make_optimizers(model, config)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     losses = []
     for step in range(steps):
         train.set_learning_rate(optimizers, step, config)
-        ids = batches(step)
-        window = [{"input_ids": ids, "labels": ids, "num_tokens": ids.numel()}]
+        ids, labels = batches(step)
+        window = [{"input_ids": ids, "labels": labels, "num_tokens": ids.numel()}]
         made = train.take_step(model, optimizers, scaler, window, machine, config)
         losses.append(made.loss)
     return losses, model
 
 
-def noise(step: int) -> torch.Tensor:
+def noise(step: int) -> Rows:
     """The same four rows of noise at every step: nothing to learn but the rows themselves."""
-    return torch.randint(V, (4, T), generator=torch.Generator().manual_seed(7))
+    ids = torch.randint(V, (4, T), generator=torch.Generator().manual_seed(7))
+    return ids, ids
 
 
-def chain(step: int) -> torch.Tensor:
+def chain(step: int) -> Rows:
     """(16, T), other rows at every step: after i comes 2i or 2i + 1 (mod V), each as often.
 
     So the loss of a perfect model is ln 2.
@@ -63,7 +69,8 @@ def chain(step: int) -> torch.Tensor:
     rows = [torch.randint(V, (16,), generator=rng)]
     for _ in range(T - 1):
         rows.append((2 * rows[-1] + torch.randint(2, (16,), generator=rng)) % V)
-    return torch.stack(rows, dim=1)
+    ids = torch.stack(rows, dim=1)
+    return ids, ids
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -76,8 +83,9 @@ def test_one_batch_is_learned_by_heart(optimizer):
 def test_a_batch_of_other_noise_at_every_step_teaches_nothing():
     """The opposite: if this loss fell, the model would see the token that it is asked for."""
 
-    def other_noise(step: int) -> torch.Tensor:
-        return torch.randint(V, (16, T), generator=torch.Generator().manual_seed(step))
+    def other_noise(step: int) -> Rows:
+        ids = torch.randint(V, (16, T), generator=torch.Generator().manual_seed(step))
+        return ids, ids
 
     losses, _ = learn(other_noise, 60, optimizer="muon", learning_rate=1e-2)
     assert min(losses) > math.log(V) - 0.05
