@@ -6,7 +6,7 @@ training. Run configs/tiny.py first. Measured:
 tokens  5.3 M, of which 0.58 M are answers, the only targets
 loss    0.13 per target in validation; 73% of 1,000 questions answered exactly (evaluate.py); with
         two other seeds, of the base too, 0.13 and 0.11, 71% and 81%
-time    13 to 14 minutes of one CPU core
+time    12 to 14 minutes of one CPU core
 memory  0.5 GiB
 """
 
