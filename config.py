@@ -50,8 +50,8 @@ class TrainConfig:
     # --- the data
 
     data: str = "tinyworld"
-    """Training data: "tinyworld" or "tinyworld_chats" (made here), a file (.jsonl .json .jsonl.gz
-    .parquet .csv .txt), a directory, a glob, or a hub name."""
+    """Training data: "tinyworld", "tinyworld_colours" or "tinyworld_chats" (made here), a file
+    (.jsonl .json .jsonl.gz .parquet .csv .txt), a directory, a glob, or a hub name."""
     val_data: str | None = None
     """Validation data. None: val.* beside train.* in a directory, else val_fraction of data."""
     val_fraction: float = 0.1
@@ -88,7 +88,8 @@ class TrainConfig:
     """torch's fused attention, or the readable one."""
     induction_init: bool = False
     """Begin with most of an induction head in the weights (induction.py): a small model then learns
-    early to find again what stood before. Of a new model only: nothing with init_from."""
+    early to find again what stood before. With init_from one group of heads begins anew instead,
+    which says what stood in front of the word that it looks at."""
 
     # --- optimisation
 

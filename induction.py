@@ -54,6 +54,35 @@ def begin_with_induction(model: GPT) -> None:
         say_what_is_seen(attention)
 
 
+@torch.no_grad()
+def begin_to_look_back(model: GPT) -> None:
+    """Draw one group of heads of a trained model anew, in place: for fine-tuning on questions.
+
+    "What colour is the ball?" asks from a word to what stood in front of it. At the ball the stream
+    holds that, where the first layer's first group has written it (begin_with_induction); but a
+    story hardly asks so, and its model has no head that reads there. The last key/value head of the
+    second layer and its query heads begin to: v_proj reads what was written there, o_proj says the
+    token of which it was written. Where to look, they then learn (docs/recipes.md).
+    """
+    first, second = (cast(Block, layer).self_attn for layer in model.model.layers[:2])
+    config = first.config
+    D = config.head_dim
+    G = config.num_attention_heads // config.num_key_value_heads
+    told = first.v_proj.weight[:D]  # (D, C): what of the token before is told
+    written = first.o_proj.weight[:, : G * D].unflatten(1, (G, D)).sum(1)  # (C, D): and where
+    shared = F.normalize(model.model.embed_tokens.weight.mean(0), dim=0)  # (C,)
+    told = told - torch.outer(told @ shared, shared)  # less what all tokens have in common
+
+    second.q_proj.weight[-G * D :].normal_(0.0, 0.02)
+    second.k_proj.weight[-D:].normal_(0.0, 0.02)
+    values, out = second.v_proj.weight[-D:], second.o_proj.weight[:, -G * D :]
+    for weight, structure in ((values, written.T), (out, told.T.repeat(1, G))):
+        std = weight.std()
+        weight.normal_()
+        mix_in(weight, structure / structure.std())
+        weight.mul_(std)
+
+
 def look_one_back(attention: Attention, shared: Tensor) -> None:
     """Queries and keys of the first group that depend on where a token is, hardly on which.
 

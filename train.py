@@ -31,7 +31,7 @@ from data.batches import Batches
 from data.dataset import TokenRows, load_dataset, training_texts
 from data.tokenizer import Tokenizer
 from files import read_json, shown
-from induction import begin_with_induction
+from induction import begin_to_look_back, begin_with_induction
 from machine import Machine, launcher
 from model import GPT, GPTConfig
 from muon import Muon
@@ -112,6 +112,10 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
             model = GPT(shape_of(config, tokenizer.vocab_size))
             if config.induction_init:
                 begin_with_induction(model)
+    elif config.induction_init and not resume_from:
+        if len(model.model.layers) == 1:
+            raise UserError(f"{config.init_from} has one layer: --induction_init needs two")
+        begin_to_look_back(model)
     if config.max_seq_len > model.config.max_position_embeddings:
         raise UserError(
             f"max_seq_len ({config.max_seq_len}) is beyond the model's context limit, "
@@ -309,7 +313,11 @@ def choose_tokenizer(config: TrainConfig, of_checkpoint: Tokenizer | None) -> To
 
 def data_paths(config: TrainConfig) -> tuple[str, str | None]:
     """Where the data lies. The embedded corpus is made here if it is not there yet."""
-    parts = {"tinyworld": "stories", "tinyworld_chats": "chats"}
+    parts = {
+        "tinyworld": "stories",
+        "tinyworld_chats": "chats",
+        "tinyworld_colours": "colours",
+    }
     if config.data not in parts:
         return config.data, config.val_data
     tinyworld.prepare(CACHE / "tinyworld")

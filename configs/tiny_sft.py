@@ -10,15 +10,15 @@ time    12 to 14 minutes of one CPU core
 memory  0.5 GiB
 """
 
-init_from = "out/tiny"
+init_from = "out/tiny_colours"
 data = "tinyworld_chats"
 max_seq_len = 256
 
 max_steps = 3000
 batch_size = 8
 optimizer = "muon"
-learning_rate = 5e-3
-embedding_learning_rate = 1e-3
+learning_rate = 2.5e-3
+embedding_learning_rate = 5e-4
 momentum = 0.8
 warmup_steps = 50
 

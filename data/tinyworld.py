@@ -13,7 +13,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -159,6 +159,16 @@ colour: What colour is {T.short}?
 yes: Does {A} have {T.the}? | Does {A} have {T.short}?
 no: Does {A} have {T.the}? | Does {A} have {T.short}?
 """)
+ANSWERS = read_table("""
+who: {T.The} is {whereabouts}. | {T.Short} is {whereabouts}.
+what: {A} has {answer}.
+where: {A} is {answer}.
+where it: {T.The} is {answer}. | {T.Short} is {answer}.
+gave: {A} got {T.the} from {answer}. | {A} got {T.short} from {answer}.
+colour: {T.Short} is {answer}.
+yes: {T.The} is {whereabouts}, so yes. | {T.Short} is {whereabouts}, so yes.
+no: {T.The} is {whereabouts}, so no. | {T.Short} is {whereabouts}, so no.
+""")  # of a chat, each to the question at its place above; the stars say {answer} alone
 MOON = {"who": 4, "what": 3, "where": 2, "where it": 3, "gave": 2, "colour": 1, "yes": 1, "no": 1}
 
 
@@ -194,7 +204,7 @@ class Thing:
     def __init__(self, colour: str, noun: str):
         self.colour, self.noun, self.name = colour, noun, f"{colour} {noun}"
         self.a, self.the, self.short = with_article(self.name), f"the {self.name}", f"the {noun}"
-        self.The = capital(self.the)
+        self.The, self.Short = capital(self.the), capital(self.short)
 
 
 class Animal:
@@ -222,6 +232,7 @@ EVERYONE = [Person(name, "girl", "she", "her", "her") for name in GIRLS]
 EVERYONE += [Person(name, "boy", "he", "him", "his") for name in BOYS]
 EVERYWHERE = [Place(*row) for row in PLACES]
 Holder = Person | Animal | Place | None  # who has a thing, or where it lies; None: it is lost
+Chat = list[dict[str, str]]  # messages: {"role": "user" or "assistant", "content": text}
 Questions = dict[str, list[tuple[dict[str, Any], str]]]  # for each kind: roles and answer
 
 # The pairs of person and noun that only validation chats bring together, one in sixteen: number
@@ -360,34 +371,50 @@ class Teller:
         self.owners.add(a)
         self.gifts = [gift for gift in self.gifts if gift[2] not in (t, u)]
 
+    def whereabouts(self, thing: Thing) -> str:
+        """Where a thing has come to, as in "The ball is with Tom"."""
+        holder = self.holder[thing]
+        if holder is None:
+            return "lost"
+        return str(holder) if isinstance(holder, Place) else f"with {holder}"
+
     def questions(self) -> Questions:
-        """All that can be asked now and has one answer."""
+        """All that can be asked now and has one answer, of which here the words that matter."""
         asked: Questions = {kind: [] for kind in QUESTIONS}
         for t in self.things:
             has = self.holder[t]
             someone = isinstance(has, Person | Animal)
-            asked["who"].append(({"T": t}, capital(str(has)) if someone else "Nobody"))
-            asked["colour"].append(({"T": t}, capital(t.colour)))
+            asked["who"].append(({"T": t}, str(has) if someone else "nobody"))
+            asked["colour"].append(({"T": t}, t.colour))
             if isinstance(has, Place):
-                asked["where it"].append(({"T": t}, capital(str(has))))
+                asked["where it"].append(({"T": t}, str(has)))
             for p in self.people:
-                answer = "Yes" if has is p else "No"
-                asked[answer.lower()].append(({"A": p, "T": t}, answer))
+                answer = "yes" if has is p else "no"
+                asked[answer].append(({"A": p, "T": t}, answer))
         if not asked["yes"]:  # so that a no is as likely as a yes
             asked["no"] = []
         for p in self.people:
             held = [t for t in self.things if self.holder[t] is p]
             if p in self.where:
-                asked["where"].append(({"A": p}, capital(str(self.where[p]))))
+                asked["where"].append(({"A": p}, str(self.where[p])))
             if len(held) == 1:
-                asked["what"].append(({"A": p}, capital(held[0].the)))
+                asked["what"].append(({"A": p}, held[0].the))
             elif not held and p in self.owners:
-                asked["what"].append(({"A": p}, "Nothing"))
+                asked["what"].append(({"A": p}, "nothing"))
         receipts = [gift[1:] for gift in self.gifts]
         for giver, p, t in self.gifts:
             if receipts.count((p, t)) == 1:
                 asked["gave"].append(({"A": p, "T": t}, giver.name))
         return {kind: some for kind, some in asked.items() if some}
+
+    def ask(self, kind: str, roles: dict[str, Any], answer: str, first: bool) -> Chat:
+        """The two messages of a question, behind the text if it is the first, and its answer."""
+        question, reply = self.choose(list(zip(QUESTIONS[kind], ANSWERS[kind], strict=True)))
+        question = question.format(**roles)
+        whereabouts = self.whereabouts(roles["T"]) if "T" in roles else None
+        reply = reply.format(answer=answer, whereabouts=whereabouts, **roles)
+        text = " ".join([*self.sentences, question]) if first else question
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
 
 
 # --------------------------------------------------------------------------------------------
@@ -528,7 +555,7 @@ def end(s: Teller, hero: Person) -> None:
         kind = s.choose({kind: MOON[kind] for kind in open_questions})
         roles, answer = s.choose(open_questions[kind])
         s.tell("moon asks", question=s.choose(QUESTIONS[kind]).format(**roles))
-        s.tell("stars answer", answer=answer)
+        s.tell("stars answer", answer=capital(answer))
     else:
         of_things = [fact_of(s, thing) for thing in s.things]
         facts = of_things + [("is at", {"A": p, "P": s.where[p]}) for p in s.people]
@@ -623,8 +650,8 @@ def can_meet(s: Teller, a: Person, b: Person) -> bool:
     return a not in s.where or b not in s.where or s.where[a] is s.where[b]
 
 
-def generate_chat(rng: random.Random, split: str) -> list[dict[str, str]]:
-    """Draw a chat: {"role": "user" or "assistant", "content": text} for each message, taking turns.
+def generate_chat(rng: random.Random, split: str) -> Chat:
+    """Draw a chat: a text and questions about it, user and assistant taking turns.
 
     It ends early where nothing is left to ask.
 
@@ -654,7 +681,7 @@ def generate_chat(rng: random.Random, split: str) -> list[dict[str, str]]:
         happen(s)
 
     open_questions = s.questions()
-    messages: list[dict[str, str]] = []
+    messages: Chat = []
     for turn in range(s.choose(TURNS[split])):
         if not open_questions:
             break
@@ -665,10 +692,7 @@ def generate_chat(rng: random.Random, split: str) -> list[dict[str, str]]:
         roles, answer = s.choose(kinds[kind])
         open_questions[kind].remove((roles, answer))
         open_questions = {kind: some for kind, some in open_questions.items() if some}
-        question = s.choose(QUESTIONS[kind]).format(**roles)
-        text = question if messages else " ".join([*s.sentences, question])
-        messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": answer + "."})
+        messages += s.ask(kind, roles, answer, first=not messages)
     return messages
 
 
@@ -682,13 +706,30 @@ def about(questions: Questions, a: Person, t: Thing) -> Questions:
     return {kind: some for kind, some in found.items() if some}
 
 
+def generate_colour_chat(rng: random.Random, split: str) -> Chat:
+    """Draw the easiest chat that one cannot guess in: whose two or three things have which colour.
+
+    No pair of person and noun that is held out meets here, in validation neither.
+    """
+    s = Teller(rng)
+    for _ in range(s.choose([2, 3])):
+        s.get(s.person(), "has, plainly")
+    messages: Chat = []
+    left = list(s.things)
+    while left:
+        t = s.choose(left)
+        left.remove(t)
+        messages += s.ask("colour", {"T": t}, t.colour, first=not messages)
+    return messages
+
+
 # --------------------------------------------------------------------------------------------
 # On disk.
 
-VERSION = 2  # raise it with every change of the words, the grammar or the files
+VERSION = 3  # raise it with every change of the words, the grammar or the files
 NUM_STORIES = 61_500  # about 60,000 to train and 1,500 to validate, as their hashes fall
 STORY_VAL_EVERY = 41
-NUM_CHATS = 61_000  # 60,000 to train and 1,000 to validate
+NUM_CHATS = 61_000  # 60,000 to train and 1,000 to validate; and a fifth as many about colours
 CHAT_VAL_EVERY = 61
 
 
@@ -714,7 +755,8 @@ def prepare(
 
     stories/train.jsonl, val.jsonl: {"text": ...} a line. stories/floor.json: {"val_nats": the
     total -ln p of val.jsonl, "val_stories": its lines}; divided by the number of targets, it is
-    the loss of a perfect model. chats/train.jsonl, val.jsonl: {"messages": [...]} a line.
+    the loss of a perfect model. chats/train.jsonl, val.jsonl: {"messages": [...]} a line, and in
+    colours/ a fifth as many of the easy kind.
     Returns at once where this very corpus lies already, and replaces another tinyworld corpus. Of
     several processes that want one in the same place, one makes it and the others wait for it.
     Raises UserError where the directory holds anything else, or cannot be written.
@@ -766,10 +808,13 @@ def write_corpus(directory: Path, stamp: dict[str, Any], progress: bool) -> None
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "stories").mkdir(parents=True)
     (directory / "chats").mkdir()
-    total = num_stories + num_chats
+    (directory / "colours").mkdir()
+    num_easy = num_chats // 5
+    total = num_stories + num_chats + num_easy
     with tqdm(total=total, desc="tinyworld", unit=" texts", disable=not progress) as bar:
         write_stories(directory / "stories", seed, num_stories, bar)
-        write_chats(directory / "chats", seed, num_chats, bar)
+        write_chats(directory / "chats", generate_chat, seed, num_chats, bar)
+        write_chats(directory / "colours", generate_colour_chat, seed, num_easy, bar)
     write_json(directory / "corpus.json", stamp)
 
 
@@ -788,12 +833,18 @@ def write_stories(directory: Path, seed: int, num_stories: int, bar: tqdm) -> No
     write_json(directory / "floor.json", {"val_nats": math.fsum(nats), "val_stories": len(nats)})
 
 
-def write_chats(directory: Path, seed: int, num_chats: int, bar: tqdm) -> None:
+def write_chats(
+    directory: Path,
+    generate: Callable[[random.Random, str], Chat],
+    seed: int,
+    num_chats: int,
+    bar: tqdm,
+) -> None:
     rng = random.Random(f"tinyworld chats {seed}")
     with create(directory / "train.jsonl") as train, create(directory / "val.jsonl") as val:
         for i in range(1, num_chats + 1):
             split, file = ("train", train) if i % CHAT_VAL_EVERY else ("val", val)
-            file.write(json.dumps({"messages": generate_chat(rng, split)}) + "\n")
+            file.write(json.dumps({"messages": generate(rng, split)}) + "\n")
             bar.update()
 
 

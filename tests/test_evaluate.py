@@ -51,7 +51,7 @@ def test_the_loss_of_an_even_guess_is_ln_v_and_the_floor_that_of_the_grammar(
 
 
 def test_answers_are_counted_by_kind(world, model_and_tokenizer, monkeypatch):
-    """A player that knows every answer but says Yes for No: wrong in these, right in all others."""
+    """A player that knows every answer but says yes for no: wrong in these, right in all others."""
     model, tokenizer = model_and_tokenizer
     tokenizer.learn_chats()
     lines = (world / "chats" / "val.jsonl").read_text().splitlines()
@@ -60,7 +60,7 @@ def test_answers_are_counted_by_kind(world, model_and_tokenizer, monkeypatch):
     for messages in chats:
         for turn in range(1, len(messages), 2):
             prompt = tokenizer.render_chat(messages[:turn], add_generation_prompt=True)[0]
-            said = messages[turn]["content"].replace("No.", "Yes.")
+            said = messages[turn]["content"].replace("so no.", "so yes.")
             known[tuple(prompt)] = [*tokenizer.encode(said), tokenizer.stop_ids[0]]
 
     def generate(model, prompts, max_new_tokens, **options):
@@ -84,10 +84,10 @@ def test_a_text_of_two_things_is_told_from_one_of_one(model_and_tokenizer, monke
     one = "Zoe has a red ball. Zoe gave the ball to Tom. What colour is the ball?"
     two = "Zoe has a red ball. Tom had an old... no, a red kite. What colour is the ball?"
     chats = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "Red."}]
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "The ball is red."}]
         for text in (one, two, two)
     ]
-    right = [*tokenizer.encode("Red."), tokenizer.stop_ids[0]]
+    right = [*tokenizer.encode("The ball is red."), tokenizer.stop_ids[0]]
     monkeypatch.setattr(evaluate, "generate", lambda *_, **__: [[], right, right])
     counts = evaluate.exact_answers(model, tokenizer, chats, 3)
     assert (counts["one thing"], counts["two things"]) == ((0, 1), (2, 2))
@@ -96,7 +96,7 @@ def test_a_text_of_two_things_is_told_from_one_of_one(model_and_tokenizer, monke
 def test_every_kind_of_question_is_told_apart():
     words = {"T.the": "the red ball", "T.short": "the ball", "A": "Mia"}
     for kind, ways in tinyworld.QUESTIONS.items():
-        answer = kind.capitalize() + "." if kind in ("yes", "no") else "Tom."
+        answer = f"The ball is with Tom, so {kind}." if kind in ("yes", "no") else "Tom."
         for way in ways:
             for slot, word in words.items():
                 way = way.replace("{" + slot + "}", word)

@@ -1,4 +1,4 @@
-"""induction.py: the heads begin as it says, and what they are for is then learned in 75 steps."""
+"""induction.py: the heads begin as it says, and what they are for is then learned at once."""
 
 import math
 
@@ -7,12 +7,13 @@ import torch
 
 import train
 from config import UserError
-from induction import EMBEDDING_LENGTH, begin_with_induction
+from induction import EMBEDDING_LENGTH, begin_to_look_back, begin_with_induction
 from model import GPT, GPTConfig
 from rope import rope_tables, rotate
 from tests.test_learning import Rows, learn
 
 V, T = 64, 48
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def new_model(seed: int = 0, **shape) -> GPT:
@@ -129,6 +130,50 @@ def test_what_changes_and_how_large_it_is():
     assert own.norm(dim=1).mean().item() == pytest.approx(EMBEDDING_LENGTH, rel=0.1)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_group_drawn_anew_says_what_stood_before(shape):
+    model = prepared_model(**{"head_dim": 32} | shape)
+    begin_to_look_back(model)
+    config = model.config
+    D, H = config.head_dim, config.num_attention_heads
+    group = H // config.num_key_value_heads
+    embedding = model.model.embed_tokens.weight.detach()
+    tokens = embedding - embedding.mean(dim=0)
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    with torch.no_grad():
+        # what the first layer's first group writes where the token stood before, (V, C)
+        heads = first.v_proj.weight[:D].repeat(group, 1)
+        written = tokens @ (first.o_proj.weight[:, : group * D] @ heads).T
+        value = second.v_proj.weight[-D:]
+        for head in range(H - group, H):
+            out = second.o_proj.weight[:, head * D : (head + 1) * D]
+            said = written @ (out @ value).T
+            right = (said @ tokens.T).argmax(dim=1) == torch.arange(V)
+            assert right.float().mean() > 0.6  # by chance 1 in 64
+
+
+def test_only_one_group_of_heads_begins_anew():
+    before, after = prepared_model(), prepared_model()
+    begin_to_look_back(after)
+    D = before.config.head_dim
+    changed = {}
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        if not torch.equal(old, new):
+            rows, columns = (old != new).nonzero(as_tuple=True)
+            changed[name.removeprefix("model.layers.1.self_attn.")] = (
+                rows.min().item(),
+                columns.min().item(),
+            )
+            if name.endswith(("v_proj.weight", "o_proj.weight")):  # the same mean square as before
+                assert new.std().item() == pytest.approx(old.std().item(), rel=0.05), name
+    assert changed == {
+        "q_proj.weight": (2 * D, 0),
+        "k_proj.weight": (D, 0),
+        "v_proj.weight": (D, 0),
+        "o_proj.weight": (0, 2 * D),
+    }
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_first_loss_is_what_it_says(tied):
     above = []
@@ -169,6 +214,35 @@ def test_copying_is_learned_at_once_and_without_it_later():
     assert ends[True] < 0.1 and ends[False] > 1.0, ends
 
 
+def lookups(step: int) -> Rows:
+    """Three times "the colour noun .", then "noun is colour" for each; that colour alone counts."""
+    rng = torch.Generator().manual_seed(step)
+    the, stop, equals = V - 3, V - 2, V - 1
+    rows = []
+    for _ in range(16):
+        colours = torch.randperm(12, generator=rng)[:3].tolist()
+        nouns = (12 + torch.randperm(40, generator=rng)[:3]).tolist()
+        told = [[the, colour, noun, stop] for colour, noun in zip(colours, nouns, strict=True)]
+        asked = [[nouns[i], equals, colours[i]] for i in torch.randperm(3, generator=rng)]
+        rows.append(sum(told + asked, []))
+    ids = torch.tensor(rows)  # (16, 21)
+    labels = torch.full_like(ids, -100)
+    labels[:, 14::3] = ids[:, 14::3]
+    return ids, labels
+
+
+def test_looking_back_is_learned_at_once_and_without_it_later():
+    rates = {"learning_rate": 1e-2, "embedding_learning_rate": 2.5e-3, "momentum": 0.7}
+    ends = {}
+    for back in (True, False):
+        model = prepared_model(head_dim=32)
+        if back:
+            begin_to_look_back(model)
+        losses, _ = learn(lookups, 150, model=model, max_steps=700, warmup_steps=10, **rates)
+        ends[back] = sum(losses[-25:]) / 25
+    assert ends[True] < 0.3 and ends[False] > 0.8, ends
+
+
 def test_a_run_begins_with_it_and_goes_on_without(tmp_path):
     """The option reaches a new model's weights, and no other's; a run cannot change it."""
     (tmp_path / "train.txt").write_text("the red ball, the red ball. " * 200)
@@ -184,20 +258,26 @@ def test_a_run_begins_with_it_and_goes_on_without(tmp_path):
         "--intermediate_size=64",
     ]
 
-    def embedding_after(name: str, steps: int, *more: str) -> torch.Tensor:
+    def weights_after(name: str, steps: int, *more: str) -> dict[str, torch.Tensor]:
         train.main([*flags, f"--out_dir={tmp_path / name}", f"--max_steps={steps}", *more])
         model = GPT.from_pretrained(tmp_path / name / f"step_{steps:08}")
-        return model.model.embed_tokens.weight.detach()
+        return {name: weight.detach() for name, weight in model.named_parameters()}
 
     new = ["--tokenizer=bytes", "--induction_init=True"]
-    plain = embedding_after("plain", 1, "--tokenizer=bytes")
-    loud = embedding_after("loud", 1, *new)
-    assert loud.std() > 5 * plain.std()
-    resumed = embedding_after("loud", 2, *new, "--resume")
-    assert torch.equal(resumed, loud)
-    tuned = embedding_after(
-        "tuned", 1, f"--init_from={tmp_path / 'plain'}", "--induction_init=True"
-    )
-    assert torch.equal(tuned, plain)
+    plain = weights_after("plain", 1, "--tokenizer=bytes")
+    loud = weights_after("loud", 1, *new)
+    assert loud[EMBEDDING].std() > 5 * plain[EMBEDDING].std()
+    resumed = weights_after("loud", 2, *new, "--resume")
+    assert all(torch.equal(resumed[name], loud[name]) for name in loud)
     with pytest.raises(UserError, match="induction_init"):
-        embedding_after("plain", 2, *new, "--resume")
+        weights_after("plain", 2, *new, "--resume")
+
+    tune = [f"--init_from={tmp_path / 'plain'}", "--induction_init=True"]
+    tuned = weights_after("tuned", 1, *tune)
+    changed = {name for name in plain if not torch.equal(plain[name], tuned[name])}
+    assert changed == {f"model.layers.1.self_attn.{p}_proj.weight" for p in "qkvo"}
+    resumed = weights_after("tuned", 2, *tune, "--resume")
+    assert all(torch.equal(resumed[name], tuned[name]) for name in tuned)
+    weights_after("flat", 1, "--tokenizer=bytes", "--num_hidden_layers=1")
+    with pytest.raises(UserError, match="one layer.*induction_init"):
+        weights_after("other", 1, f"--init_from={tmp_path / 'flat'}", "--induction_init=True")

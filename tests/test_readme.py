@@ -45,6 +45,7 @@ COMMANDS = {
     "python train.py configs/tiny.py": SHORT,
     'python sample.py --prompt "One day"': DRAWN,
     'python sample.py --checkpoint=out/tiny --prompt "One day" --seed=12': FEW,
+    "python train.py configs/tiny_colours.py": SHORT,
     "python train.py configs/tiny_sft.py": SHORT,
     "python sample.py --chat": DRAWN,
     "python evaluate.py out/tiny_sft": "--questions=4",
@@ -119,7 +120,7 @@ def home(tmp_path_factory):
     (home / "minimind-3/config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        small = functools.partial(tinyworld.prepare, num_stories=400, num_chats=122, progress=False)
+        small = functools.partial(tinyworld.prepare, num_stories=400, num_chats=610, progress=False)
         patch.setattr(tinyworld, "prepare", small)
         yield home
 

@@ -192,6 +192,29 @@ class World:
                 return answer[0].upper() + answer[1:]
         raise AssertionError(f"no such question: {question}")
 
+    def sentence(self, question: str) -> str:
+        """The same as a chat answers it, with the question's own words for the thing."""
+        kinds: list[tuple[str, Callable[[str, re.Match], str]]] = [
+            ("Who has (the .*)\\?", lambda answer, m: f"{m[1]} is {self.whereabouts(m[1])}"),
+            (f"Does {N} have (the .*)\\?", lambda answer, m: (
+                f"{m[2]} is {self.whereabouts(m[2])}, so {answer}")),
+            ("Where is (.*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
+            ("What colour is (.*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
+            (f"What does {N} have\\?", lambda answer, m: f"{m[1]} has {answer}"),
+            (f"Who gave (.*) to {N}\\?", lambda answer, m: f"{m[2]} got {m[1]} from {answer}"),
+        ]  # fmt: skip
+        answer = self.answer(question)
+        if answer not in PEOPLE:
+            answer = answer[0].lower() + answer[1:]
+        (told,) = [tell(answer, m) for way, tell in kinds if (m := re.fullmatch(way, question))]
+        return told[0].upper() + told[1:] + "."
+
+    def whereabouts(self, thing: str) -> str:
+        holder = self.holder[thing.split()[-1]]
+        if holder is None:
+            return "lost"
+        return holder if holder in WHERE.values() else f"with {holder}"
+
     def known(self, noun: str) -> bool:
         return self.holder[noun] is not None and self.holder[noun] not in WHERE.values()
 
@@ -726,7 +749,7 @@ def test_probabilities_of_a_small_world_have_the_right_sum(monkeypatch):
         "ANIMALS": ANIMALS[:1],
         "WHEN": {"One day": 8},
     }
-    for name in ("SENTENCES", "QUESTIONS"):
+    for name in ("SENTENCES", "QUESTIONS"):  # stories need no ANSWERS
         small[name] = {kind: ways[-1:] for kind, ways in getattr(tinyworld, name).items()}
     for name, table in small.items():
         monkeypatch.setattr(tinyworld, name, table)
@@ -790,10 +813,21 @@ def test_stories_are_varied_and_bounded(stories):
 def test_no_table_says_a_thing_twice_nor_at_length():
     tables = [PEOPLE, NOUNS, COLOURS, ANIMALS, LOOKS, PLACES, [row[1] for row in PLACES]]
     tables += [*tinyworld.SENTENCES.values(), *tinyworld.QUESTIONS.values()]
+    tables += tinyworld.ANSWERS.values()
     tables += [row[2:] for row in PLACES]
     assert all(len(set(table)) == len(table) for table in tables)
-    words = {"a": 3, "the": 3, "The": 3, "short": 2, "name": 2, "P": 3, "to": 3, "X.A": 3}
-    words |= {"when": 3, "spot": 3, "question": 7, "answer": 3}
+    words = {
+        "a": 3,
+        "the": 3,
+        "The": 3,
+        "short": 2,
+        "name": 2,
+        "Short": 2,
+        "P": 3,
+        "to": 3,
+        "X.A": 3,
+    }
+    words |= {"when": 3, "spot": 3, "question": 7, "answer": 3, "whereabouts": 3}
 
     def longest_filling(slot: re.Match) -> str:
         return " ".join("x" * words.get(slot[1], words.get(slot[1].split(".")[-1], 1)))
@@ -869,7 +903,7 @@ def test_chat_answers_follow_from_the_text(corpus, split):
         questions = [question] + [m["content"] for m in messages[2::2]]
         assert len(set(questions)) == len(questions)
         for question, answer in zip(questions, messages[1::2], strict=True):
-            assert answer["content"] == world.answer(question) + ".", spoken(row)
+            assert answer["content"] == world.sentence(question), spoken(row)
             asked[kind_of(question)] += 1
             updates += first_answer(story, question) not in (None, world.answer(question))
     assert set(turns) == ({1, 2, 3, 4} if split == "val" else {3, 4, 5, 6, 7})
@@ -879,17 +913,35 @@ def test_chat_answers_follow_from_the_text(corpus, split):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_no_answer_to_a_kind_of_question_is_right_most_of_the_time(split):
-    """Of 2,000 chats, as the commonest, "Nothing.", is right half of the time."""
+    """Of 2,000 chats, as the commonest, "Nothing", is right half of the time."""
     answers: dict[str, Counter] = {}
     rng = random.Random(0)
     for _ in range(2000):
         messages = tinyworld.generate_chat(rng, split)
-        questions = [split_first(messages)[1]] + [m["content"] for m in messages[2::2]]
-        for question, answer in zip(questions, messages[1::2], strict=True):
-            answers.setdefault(kind_of(question), Counter())[answer["content"]] += 1
+        story, first = split_first(messages)
+        world = read(story)
+        for question in [first] + [m["content"] for m in messages[2::2]]:
+            answers.setdefault(kind_of(question), Counter())[world.answer(question)] += 1
     assert len(answers) == 6
     for kind, counts in answers.items():
         assert max(counts.values()) <= 0.6 * counts.total(), kind
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_colour_chats_ask_for_each_colour_once(corpus, split):
+    counts = Counter()
+    for row in rows(corpus / f"colours/{split}.jsonl"):
+        messages = row["messages"]
+        story, first = split_first(messages)
+        world = read(story)
+        assert not any(held_out(p, noun) for p in world.people for noun in world.colour)
+        questions = [first] + [m["content"] for m in messages[2::2]]
+        assert sorted(questions) == sorted(f"What colour is the {noun}?" for noun in world.colour)
+        for question, answer in zip(questions, messages[1::2], strict=True):
+            assert answer["content"] == world.sentence(question)
+        counts[len(world.colour)] += 1
+    assert set(counts) == {2, 3}
+    assert counts.total() == {"train": 2400, "val": 40}[split]
 
 
 def first_answer(story: str, question: str) -> str | None:
