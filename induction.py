@@ -7,6 +7,10 @@ stands there. Neither earns anything without the other, so a small model finds t
 never. Here the first head is there from the start, and later heads say what they look at; what to
 look for they then learn, at tiny's shape within some hundred steps (docs/recipes.md).
 
+A chat asks the other way round, "What colour is the ball?", and that no model had learned from chats
+here. So a trained model may begin its fine-tuning with one group of heads drawn anew that says what
+stood in front of what it looks at: begin_to_look_back.
+
 These are only other first values (after Trockman and Kolter 2023, who call it mimetic
 initialisation): training may change them all, and the checkpoint is a Qwen3 model like any other.
 """
