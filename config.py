@@ -88,8 +88,8 @@ class TrainConfig:
     """torch's fused attention, or the readable one."""
     induction_init: bool = False
     """Begin with most of an induction head in the weights (induction.py): a small model then learns
-    early to find again what stood before. With init_from one group of heads begins anew instead,
-    which says what stood in front of the word that it looks at."""
+    early to find again what stood before. With init_from, of a model that began so: one group of
+    its heads begins anew, which says what stood in front of the word that it looks at."""
 
     # --- optimisation
 

@@ -69,7 +69,8 @@ def exact_answers(
     Each question is asked behind the right answers to the earlier ones of its chat. "all" counts
     every question, "held out" those whose words bring together a person and a thing that never met
     in training, in the question itself or in the right answer to it. "one thing" and "two things":
-    so many has the text, and only where there are two must a model tell them apart.
+    so many has the text, and only where there are two must a model tell them apart. "first": of its
+    chat, so that no earlier answer says something about the same thing.
     """
     asked = [
         (messages[: turn + 1], messages[turn]["content"], messages[turn + 1]["content"])
@@ -93,6 +94,8 @@ def exact_answers(
                 kinds.append("held out")
             one = len(words_of(chat[0]["content"]) & set(tinyworld.NOUNS)) == 1
             kinds.append("one thing" if one else "two things")
+            if len(chat) == 1:
+                kinds.append("first")
             for kind in kinds:
                 counts[kind][0] += given == answer
                 counts[kind][1] += 1

@@ -7,9 +7,9 @@ stands there. Neither earns anything without the other, so a small model finds t
 never. Here the first head is there from the start, and later heads say what they look at; what to
 look for they then learn, at tiny's shape within some hundred steps (docs/recipes.md).
 
-A chat asks the other way round, "What colour is the ball?", and that no model had learned from chats
-here. So a trained model may begin its fine-tuning with one group of heads drawn anew that says what
-stood in front of what it looks at: begin_to_look_back.
+A chat asks the other way round, "What colour is the ball?", and that no model had learned from
+chats here. So a model that began like this may begin its fine-tuning with one group of heads drawn
+anew, which says what stood in front of what it looks at: begin_to_look_back.
 
 These are only other first values (after Trockman and Kolter 2023, who call it mimetic
 initialisation): training may change them all, and the checkpoint is a Qwen3 model like any other.
@@ -62,11 +62,15 @@ def begin_with_induction(model: GPT) -> None:
 def begin_to_look_back(model: GPT) -> None:
     """Draw one group of heads of a trained model anew, in place: for fine-tuning on questions.
 
+    For a model that began with begin_with_induction; in another, the heads that it reads from do
+    not look one back, and a group that was of use is lost for nothing.
+
     "What colour is the ball?" asks from a word to what stood in front of it. At the ball the stream
     holds that, where the first layer's first group has written it (begin_with_induction); but a
     story hardly asks so, and its model has no head that reads there. The last key/value head of the
     second layer and its query heads begin to: v_proj reads what was written there, o_proj says the
-    token of which it was written. Where to look, they then learn (docs/recipes.md).
+    token of which it was written (if head and embedding are tied). Where to look, they then learn
+    (docs/recipes.md).
     """
     first, second = (cast(Block, layer).self_attn for layer in model.model.layers[:2])
     config = first.config

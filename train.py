@@ -84,7 +84,8 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     model, tokenizer = None, None
     if resume_from or config.init_from:
         source = str(resume_from or config.init_from)
-        device = machine.birthplace if machine.sharded else machine.device
+        drawn_here = config.induction_init and not resume_from
+        device = machine.birthplace if machine.sharded or drawn_here else machine.device
         with machine.first_process_first():
             model, tokenizer, directory = checkpoint.load_model(source, device, torch.float32)
         say(f"weights     {directory}")

@@ -1,10 +1,13 @@
 """Teaches the model of configs/tiny.py to find a word again from the word behind it.
 
-Half a minute before configs/tiny_sft.py: chats about two or three things, which ask for the colour
-of each. One group of heads begins anew for it (induction.py); without that, nothing is learned here
-in ten times as long (docs/recipes.md). Run configs/tiny.py first. Measured:
+Before configs/tiny_sft.py: chats about two or three things, which ask for the colour of each. One
+group of heads begins anew for it (induction.py). Run configs/tiny.py first. Measured:
 
-TODO
+tokens  0.6 M, of which 0.11 M are answers, the only targets
+loss    0.0004 per target in validation, with another seed 0.0006; without the new heads 0.0845,
+        which is a guess by elimination
+time    a minute of one CPU core
+memory  0.5 GiB
 """
 
 init_from = "out/tiny"

@@ -2,8 +2,8 @@
 
 In reading order: the words and the sentences (tables to edit), the people and things, the Teller
 that makes every choice and adds up its -log p, the seven story shapes and the ending, the chats
-(and easy ones, about colours only), and prepare(), which writes it all. The probability of a text is exact, because a text has one
-derivation only and nothing is ever drawn and then thrown away.
+(and easy ones, about colours only), and prepare(), which writes it all. The probability of a text
+is exact, because a text has one derivation only and nothing is ever drawn and then thrown away.
 """
 
 import argparse
@@ -707,9 +707,9 @@ def about(questions: Questions, a: Person, t: Thing) -> Questions:
 
 
 def generate_colour_chat(rng: random.Random, split: str) -> Chat:
-    """Draw the easiest chat that one cannot guess in: whose two or three things have which colour.
+    """Draw an easy chat: two or three people have a thing each; which colour is each of them?
 
-    No pair of person and noun that is held out meets here, in validation neither.
+    For both splits alike: no pair of person and noun that is held out meets here.
     """
     s = Teller(rng)
     for _ in range(s.choose([2, 3])):

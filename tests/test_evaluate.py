@@ -75,6 +75,8 @@ def test_answers_are_counted_by_kind(world, model_and_tokenizer, monkeypatch):
     kinds = {"who", "what", "where", "where it", "gave", "colour", "yes", "no"}
     assert sum(counts[kind][1] for kind in kinds & set(counts)) == total
     assert 0 < counts["held out"][1] < total
+    turns = [turn for messages in chats for turn in range(len(messages) // 2)][:60]
+    assert counts["first"][1] == turns.count(0)
     assert counts["one thing"][1] + counts["two things"][1] == total
 
 

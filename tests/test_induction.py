@@ -215,7 +215,10 @@ def test_copying_is_learned_at_once_and_without_it_later():
 
 
 def lookups(step: int) -> Rows:
-    """Three times "the colour noun .", then "noun is colour" for each; that colour alone counts."""
+    """Three times "the colour noun .", then "noun is colour" for each; the first answer counts.
+
+    So it cannot be had by elimination: a guess costs ln 3, 1.10.
+    """
     rng = torch.Generator().manual_seed(step)
     the, stop, equals = V - 3, V - 2, V - 1
     rows = []
@@ -227,7 +230,7 @@ def lookups(step: int) -> Rows:
         rows.append(sum(told + asked, []))
     ids = torch.tensor(rows)  # (16, 21)
     labels = torch.full_like(ids, -100)
-    labels[:, 14::3] = ids[:, 14::3]
+    labels[:, 14] = ids[:, 14]
     return ids, labels
 
 
@@ -240,11 +243,11 @@ def test_looking_back_is_learned_at_once_and_without_it_later():
             begin_to_look_back(model)
         losses, _ = learn(lookups, 150, model=model, max_steps=700, warmup_steps=10, **rates)
         ends[back] = sum(losses[-25:]) / 25
-    assert ends[True] < 0.3 and ends[False] > 0.8, ends
+    assert ends[True] < 0.7 and ends[False] > 1.2, ends  # 0.35 and 1.6 when this was written
 
 
 def test_a_run_begins_with_it_and_goes_on_without(tmp_path):
-    """The option reaches a new model's weights, and no other's; a run cannot change it."""
+    """The option reaches a new model, and one group of heads of a loaded one; never on --resume."""
     (tmp_path / "train.txt").write_text("the red ball, the red ball. " * 200)
     flags = [
         f"--data={tmp_path / 'train.txt'}",

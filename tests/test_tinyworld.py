@@ -962,7 +962,8 @@ def test_same_seed_same_bytes_and_no_work_twice(corpus, tmp_path, monkeypatch):
     tinyworld.prepare(other, seed=5, **small)
     files = sorted(p.relative_to(again) for p in again.rglob("*") if p.is_file())
     assert [str(f) for f in files] == [
-        "chats/train.jsonl", "chats/val.jsonl", "corpus.json",
+        "chats/train.jsonl", "chats/val.jsonl",
+        "colours/train.jsonl", "colours/val.jsonl", "corpus.json",
         "stories/floor.json", "stories/train.jsonl", "stories/val.jsonl",
     ]  # fmt: skip
     before = [(again / f).read_bytes() for f in files]
