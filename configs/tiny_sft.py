@@ -5,7 +5,7 @@ training. Run configs/tiny.py and configs/tiny_colours.py first. Measured:
 
 tokens  5.3 M, of which 1.2 M are answers, the only targets
 loss    0.046 per target in validation; 81.1% of 1,000 questions answered exactly (evaluate.py);
-        with another seed, of the two runs before it too, 0.044 and 80.6%
+        with two other seeds, of the two runs before it too, 0.044 and 0.041, 80.6% and 82.7%
 time    12 minutes of one CPU core
 memory  0.5 GiB
 """
