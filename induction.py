@@ -75,16 +75,16 @@ def begin_to_look_back(model: GPT) -> None:
     first, second = (cast(Block, layer).self_attn for layer in model.model.layers[:2])
     config = first.config
     D = config.head_dim
-    G = config.num_attention_heads // config.num_key_value_heads
-    told = first.v_proj.weight[:D]  # (D, C): what of the token before is told
-    written = first.o_proj.weight[:, : G * D].unflatten(1, (G, D)).sum(1)  # (C, D): and where
+    group = config.num_attention_heads // config.num_key_value_heads
+    told = first.v_proj.weight[:D]  # (D, C): what of the token before is told, and where
+    written = first.o_proj.weight[:, : group * D].unflatten(1, (group, D)).sum(1)  # (C, D)
     shared = F.normalize(model.model.embed_tokens.weight.mean(0), dim=0)  # (C,)
     told = told - torch.outer(told @ shared, shared)  # less what all tokens have in common
 
-    second.q_proj.weight[-G * D :].normal_(0.0, 0.02)
+    second.q_proj.weight[-group * D :].normal_(0.0, 0.02)
     second.k_proj.weight[-D:].normal_(0.0, 0.02)
-    values, out = second.v_proj.weight[-D:], second.o_proj.weight[:, -G * D :]
-    for weight, structure in ((values, written.T), (out, told.T.repeat(1, G))):
+    values, out = second.v_proj.weight[-D:], second.o_proj.weight[:, -group * D :]
+    for weight, structure in ((values, written.T), (out, told.T.repeat(1, group))):
         std = weight.std()
         weight.normal_()
         mix_in(weight, structure / structure.std())

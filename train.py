@@ -82,10 +82,10 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     # 2. the data
 
     model, tokenizer = None, None
+    begins_anew = config.induction_init and not resume_from
     if resume_from or config.init_from:
         source = str(resume_from or config.init_from)
-        drawn_here = config.induction_init and not resume_from
-        device = machine.birthplace if machine.sharded or drawn_here else machine.device
+        device = machine.birthplace if machine.sharded or begins_anew else machine.device
         with machine.first_process_first():
             model, tokenizer, directory = checkpoint.load_model(source, device, torch.float32)
         say(f"weights     {directory}")
@@ -113,7 +113,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
             model = GPT(shape_of(config, tokenizer.vocab_size))
             if config.induction_init:
                 begin_with_induction(model)
-    elif config.induction_init and not resume_from:
+    elif begins_anew:
         if len(model.model.layers) == 1:
             raise UserError(f"{config.init_from} has one layer: --induction_init needs two")
         begin_to_look_back(model)
