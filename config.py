@@ -50,7 +50,7 @@ class TrainConfig:
     # --- the data
 
     data: str = "tinyworld"
-    """Training data: "tinyworld", "tinyworld_colours" or "tinyworld_chats" (made here), a file
+    """Training data: "tinyworld", "tinyworld_easy" or "tinyworld_chats" (made here), a file
     (.jsonl .json .jsonl.gz .parquet .csv .txt), a directory, a glob, or a hub name."""
     val_data: str | None = None
     """Validation data. None: val.* beside train.* in a directory, else val_fraction of data."""
@@ -88,8 +88,8 @@ class TrainConfig:
     """torch's fused attention, or the readable one."""
     induction_init: bool = False
     """Begin with most of an induction head in the weights (induction.py): a small model then learns
-    early to find again what stood before. With init_from, of a model that began so: one group of
-    its heads begins anew, which says what stood in front of the word that it looks at."""
+    early to find again what stood before. With init_from, of a model that began so: three groups
+    of its heads begin anew, which look for a word and say what stood around it."""
 
     # --- optimisation
 

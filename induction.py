@@ -4,12 +4,12 @@ After "the red ball" a model that meets "the red" again should say "ball". That 
 behind the other (Elhage et al. 2021, Olsson et al. 2022): the first tells each token which token
 stood before it; the second looks for a place whose token before was the present one, and says what
 stands there. Neither earns anything without the other, so a small model finds the pair late or
-never. Here the first head is there from the start, and later heads say what they look at; what to
+never. Here the first heads are there from the start, and later heads say what they look at; what to
 look for they then learn, at tiny's shape within some hundred steps (docs/recipes.md).
 
-A chat asks the other way round, "What colour is the ball?", and that no model had learned from
-chats here. So a model that began like this may begin its fine-tuning with one group of heads drawn
-anew, which says what stood in front of what it looks at: begin_to_look_back.
+A chat asks the other way round, "Who has the ball?", and that no model had learned from chats here.
+So a model that began like this may begin its fine-tuning with three groups of heads drawn anew,
+which read at a word what the first layer has noted there of the words in front: begin_to_look_back.
 
 These are only other first values (after Trockman and Kolter 2023, who call it mimetic
 initialisation): training may change them all, and the checkpoint is a Qwen3 model like any other.
@@ -20,14 +20,18 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import GPT, Attention, Block
 from rope import rope_frequencies
 
 EMBEDDING_LENGTH = 2.4  # of the part that tells tokens apart, and of the part that all share
+ONE, TWO, THREE, FOUR = range(4)  # heads of the first layer, by how far back they look
 FAST_PAIRS = 5  # of RoPE's rotations, the fastest: slower ones cannot tell neighbours apart
-MIX = 0.9  # weight of the structure beside the noise; MIX**2 is its share of the variance
+SHARPNESS = 1.5  # q_norm and k_norm of the first layer: how sharply they look
+LOUD = 0.5
+QUIET = 0.1  # what is left of the first MLP where heads begin anew
+MIX = 0.9  # weight of a structure beside the noise; its square is the share of the variance
 
 
 @torch.no_grad()
@@ -39,9 +43,9 @@ def begin_with_induction(model: GPT) -> None:
        head is tied to it, the first logits are as loud, and the first loss is about
        EMBEDDING_LENGTH**2 / 2, or 3, above ln V. An id that training never shows stays loud: the
        marks of a chat, say, so that fine-tuning too begins with a high loss.
-    2. In the first layer the heads of the first key/value head look at the token before more than
-       at any other: with heads of 32 and 256 tokens, 0.25 of their attention. Below a head_dim of
-       16 there are too few fast pairs, and next to nothing of this.
+    2. In the first layer the first four heads look 1, 2, 3 and 3 to 6 tokens back: with heads of 32
+       and 256 tokens, the first three with 0.6 of their attention. Below a head_dim of 16 there
+       are too few fast rotations, and next to nothing of this.
     3. In the layers behind it a head says what it looks at: with o_proj near the transpose of
        v_proj, what it adds to the stream is like the embedding of that token.
 
@@ -53,62 +57,102 @@ def begin_with_induction(model: GPT) -> None:
     embedding.normal_(0.0, EMBEDDING_LENGTH / math.sqrt(C))
     embedding.add_(shared * EMBEDDING_LENGTH)
     first, *others = [cast(Block, layer).self_attn for layer in model.model.layers]
-    look_one_back(first, shared)
+    look_back(first, shared)
     for attention in others:
         say_what_is_seen(attention)
 
 
 @torch.no_grad()
 def begin_to_look_back(model: GPT) -> None:
-    """Draw one group of heads of a trained model anew, in place: for fine-tuning on questions.
+    """Draw three groups of heads of a trained model anew, in place: for fine-tuning on questions.
 
-    For a model that began with begin_with_induction; in another, the heads that it reads from do
-    not look one back, and a group that was of use is lost for nothing.
+    For a model that began with begin_with_induction, of at least 3 layers, 4 heads and 2 key/value
+    heads. In another the heads of the first layer do not look back as these take it, and groups
+    that were of use are lost for nothing.
 
-    "What colour is the ball?" asks from a word to what stood in front of it. At the ball the stream
-    holds that, where the first layer's first group has written it (begin_with_induction); but a
-    story hardly asks so, and its model has no head that reads there. The last key/value head of the
-    second layer and its query heads begin to: v_proj reads what was written there, o_proj says the
-    token of which it was written (if head and embedding are tied). Where to look, they then learn
-    (docs/recipes.md).
+    A question asks from a word to what stood around it. The first layer has noted that at the word;
+    but a story hardly asks so, and its model has no heads that read there. These begin to:
+
+    - second layer, first group. "The ball is": find the word that is now one back, and say what
+      stands one back of it: red.
+    - second layer, second group. "The ball is with": find the word that is two back, and say what
+      stands some five back of it: Tom, in "Tom has a red ball".
+    - third layer, first group. "Tom came to the": find a word that has what is three back some five
+      back of it, and say that word: river, in "Tom went to the river". (Where the heads THREE and
+      FOUR share a key/value head, as they have one code for words then.)
+
+    And the first MLP is turned down, as it speaks over what those heads note.
     """
-    first, second = (cast(Block, layer).self_attn for layer in model.model.layers[:2])
+    layers = [cast(Block, layer) for layer in model.model.layers[:3]]
+    first, second, third = [layer.self_attn for layer in layers]
+    embedding = model.model.embed_tokens.weight  # (V, C)
+    for projection in (first.q_proj, first.k_proj):
+        std = projection.weight.std()
+        projection.weight.normal_().mul_(std)
+    look_back(first, F.normalize(embedding.mean(0), dim=0))
+    codes, decoders, notes = take_notes(first, embedding)
+
+    draw_anew(second, 0, query=notes[ONE], key=codes[ONE])
+    say(second, 0, notes[ONE], decoders[ONE])
+    draw_anew(second, 1, query=notes[TWO], key=codes[TWO])
+    say(second, 1, notes[FOUR], decoders[FOUR])
+    draw_anew(third, 0, query=notes[THREE], key=notes[FOUR])
+    say(third, 0, codes[FOUR], decoders[FOUR])
+    for layer in layers[:2]:
+        layer.mlp.down_proj.weight.mul_(QUIET)
+
+
+def take_notes(first: Attention, embedding: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """New values and outputs of the first layer: each head writes a code of the token it sees.
+
+    Returns for each head what reads a token's code from its embedding (D, C), what makes an embedding
+    of a code (C, D), and what reads the head's note from the stream (D, C). A code tells all tokens
+    apart as well as D numbers can: embeddings that are much alike, as those of nouns, are whitened.
+    """
     config = first.config
-    D = config.head_dim
-    group = config.num_attention_heads // config.num_key_value_heads
-    told = first.v_proj.weight[:D]  # (D, C): what of the token before is told, and where
-    written = first.o_proj.weight[:, : group * D].unflatten(1, (group, D)).sum(1)  # (C, D)
-    shared = F.normalize(model.model.embed_tokens.weight.mean(0), dim=0)  # (C,)
-    told = told - torch.outer(told @ shared, shared)  # less what all tokens have in common
+    C, D, K = config.hidden_size, config.head_dim, config.num_key_value_heads
+    group = config.num_attention_heads // K
+    shared = F.normalize(embedding.mean(0), dim=0)  # (C,)
+    tokens = less(shared, embedding)  # (V, C)
+    values, vectors = torch.linalg.eigh(tokens.T @ tokens / len(tokens))
+    root = values.clamp(min=values.mean() / 100).sqrt()  # (C,)
+    codes, decoders = [], []
+    for _ in range(K):
+        mixed = nn.init.orthogonal_(embedding.new_empty(D, C))
+        codes.append(less(shared, (mixed / root) @ vectors.T))
+        decoders.append(vectors @ (mixed * root).T)
+    first.v_proj.weight.copy_(torch.cat(codes) * root.square().mean().sqrt())
+    outputs = nn.init.orthogonal_(torch.empty_like(first.o_proj.weight))  # (C, H * D)
+    first.o_proj.weight.copy_(outputs * LOUD)
+    notes = outputs.T.unflatten(0, (-1, D))  # (H, D, C)
+    heads = range(config.num_attention_heads)
+    return [codes[h // group] for h in heads], [decoders[h // group] for h in heads], list(notes)
 
-    second.q_proj.weight[-group * D :].normal_(0.0, 0.02)
-    second.k_proj.weight[-D:].normal_(0.0, 0.02)
-    values, out = second.v_proj.weight[-D:], second.o_proj.weight[:, -group * D :]
-    for weight, structure in ((values, written.T), (out, told.T.repeat(1, group))):
-        std = weight.std()
-        weight.normal_()
-        mix_in(weight, structure / structure.std())
-        weight.mul_(std)
 
-
-def look_one_back(attention: Attention, shared: Tensor) -> None:
-    """Queries and keys of the first group that depend on where a token is, hardly on which.
+def look_back(attention: Attention, shared: Tensor) -> None:
+    """Queries and keys of the first heads that depend on where a token is, hardly on which.
 
     shared: (C,), what all embeddings have in common; these heads read little else. The key is
-    (u, 0) in the pairs that RoPE turns (rope.py), the query the same turned back by one position:
-    RoPE turns a query d positions behind its key forward by d, so the two agree where d is 1.
+    (u, 0) in the pairs that RoPE turns (rope.py), the query the same turned back by n positions:
+    RoPE turns a query d positions behind its key forward by d, so the two agree where d is n.
     """
     config = attention.config
-    D = config.head_dim
-    group = config.num_attention_heads // config.num_key_value_heads
+    D, H = config.head_dim, config.num_attention_heads
+    group = H // config.num_key_value_heads
     frequencies, _ = rope_frequencies(config, shared.device)  # (D/2,)
     u = torch.zeros_like(frequencies)
     u[:FAST_PAIRS] = 1.0
-    u *= math.sqrt(D) / u.norm()  # (D/2,): entries of root mean square 1 in the head
     key = torch.cat((u, torch.zeros_like(u)))  # (D,)
-    query = torch.cat((u * frequencies.cos(), -u * frequencies.sin()))  # (D,)
-    mix_in(attention.k_proj.weight[:D], torch.outer(key, shared))
-    mix_in(attention.q_proj.weight[: group * D], torch.outer(query.repeat(group), shared))
+    heads = range(min(H, 4))
+    for head in heads:
+        turn = frequencies * (head + 1)
+        query = torch.cat((u * turn.cos(), -u * turn.sin()))  # (D,)
+        weight = attention.q_proj.weight[head * D : (head + 1) * D]
+        mix_in(weight, torch.outer(query, shared), share=0.99)
+    for k in range(heads[-1] // group + 1):
+        mix_in(attention.k_proj.weight[k * D : (k + 1) * D], torch.outer(key, shared))
+    attention.q_norm.weight.fill_(SHARPNESS)
+    attention.k_norm.weight.fill_(SHARPNESS)
 
 
 def say_what_is_seen(attention: Attention) -> None:
@@ -118,10 +162,56 @@ def say_what_is_seen(attention: Attention) -> None:
     group = config.num_attention_heads // K
     values = attention.v_proj.weight.view(K, 1, D, C)
     values = values.expand(K, group, D, C).reshape(-1, C)  # (H * D, C): each for its query heads
-    out = attention.o_proj.weight  # (C, H * D)
-    mix_in(out, values.T * (out.std() / values.std()))
+    mix_in(attention.o_proj.weight, values.T)
 
 
-def mix_in(weight: Tensor, structure: Tensor) -> None:
-    """Mix a structure of the same mean square into the noise that the weight is."""
-    weight.mul_(math.sqrt(1 - MIX**2)).add_(structure, alpha=MIX)
+def draw_anew(attention: Attention, number: int, query: Tensor, key: Tensor) -> None:
+    """All weights of one group of heads as new; a query looks for a key that reads the same.
+
+    query, key: (D, C), what is read for either. Compared is half of it, in RoPE's slow pairs:
+    the fast ones would turn it.
+    """
+    D = attention.config.head_dim
+    quarter = D // 4
+    slow = [*range(quarter, D // 2), *range(D // 2 + quarter, D)]
+    compare = query.new_zeros(D, D)
+    compare[slow] = nn.init.orthogonal_(query.new_empty(len(slow), D))
+    queries, keys, values, out = group_of(attention, number)
+    for weight in (queries, keys, values, out):
+        std = weight.std()
+        weight.normal_().mul_(std)
+    mix_in(queries, (compare @ query).repeat(len(queries) // D, 1))
+    mix_in(keys, compare @ key)
+
+
+def say(attention: Attention, number: int, code: Tensor, decoder: Tensor) -> None:
+    """Values that read a code from the stream (D, C); o_proj says the token that it is of (C, D)."""
+    _, _, values, out = group_of(attention, number)
+    mix_in(values, code)
+    mix_in(out, decoder.repeat(1, out.shape[1] // decoder.shape[1]))
+    out.mul_(0.3)
+
+
+def group_of(attention: Attention, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of the weights of one key/value head and its query heads: q, k, v and o."""
+    D = attention.config.head_dim
+    group = attention.config.num_attention_heads // attention.config.num_key_value_heads
+    rows = slice(number * D, (number + 1) * D)
+    heads = slice(number * group * D, (number + 1) * group * D)
+    return (
+        attention.q_proj.weight[heads],  # (group * D, C)
+        attention.k_proj.weight[rows],  # (D, C)
+        attention.v_proj.weight[rows],  # (D, C)
+        attention.o_proj.weight[:, heads],  # (C, group * D)
+    )
+
+
+def less(shared: Tensor, weight: Tensor) -> Tensor:
+    """Rows of weight (D, C) without what they read of the direction that all tokens share, (C,)."""
+    return weight - torch.outer(weight @ shared, shared)
+
+
+def mix_in(weight: Tensor, structure: Tensor, share: float = MIX) -> None:
+    """Mix a structure into the noise that the weight is, in place: the mean square stays."""
+    structure = structure * (weight.std() / structure.square().mean().sqrt())
+    weight.mul_(math.sqrt(1 - share**2)).add_(structure, alpha=share)

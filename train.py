@@ -114,8 +114,13 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
             if config.induction_init:
                 begin_with_induction(model)
     elif begins_anew:
-        if len(model.model.layers) == 1:
-            raise UserError(f"{config.init_from} has one layer: --induction_init needs two")
+        shape = model.config
+        has = (shape.num_hidden_layers, shape.num_attention_heads, shape.num_key_value_heads)
+        if any(number < least for number, least in zip(has, (3, 4, 2), strict=True)):
+            raise UserError(
+                f"{config.init_from} has {has[0]} layers, {has[1]} heads and {has[2]} key/value "
+                "heads: with it, --induction_init needs at least 3, 4 and 2"
+            )
         begin_to_look_back(model)
     if config.max_seq_len > model.config.max_position_embeddings:
         raise UserError(
@@ -317,7 +322,7 @@ def data_paths(config: TrainConfig) -> tuple[str, str | None]:
     parts = {
         "tinyworld": "stories",
         "tinyworld_chats": "chats",
-        "tinyworld_colours": "colours",
+        "tinyworld_easy": "easy",
     }
     if config.data not in parts:
         return config.data, config.val_data

@@ -10,7 +10,7 @@ time    12 minutes of one CPU core
 memory  0.5 GiB
 """
 
-init_from = "out/tiny_colours"
+init_from = "out/tiny_easy"
 data = "tinyworld_chats"
 max_seq_len = 256
 

@@ -2,8 +2,9 @@
 
 In reading order: the words and the sentences (tables to edit), the people and things, the Teller
 that makes every choice and adds up its -log p, the seven story shapes and the ending, the chats
-(and easy ones, about colours only), and prepare(), which writes it all. The probability of a text
-is exact, because a text has one derivation only and nothing is ever drawn and then thrown away.
+(and easy ones, in which nothing happens), and prepare(), which writes it all. The probability of
+a text is exact, because a text has one derivation only and nothing is ever drawn and then thrown
+away.
 """
 
 import argparse
@@ -161,14 +162,15 @@ no: Does {A} have {T.the}? | Does {A} have {T.short}?
 """)
 ANSWERS = read_table("""
 who: {T.The} is {whereabouts}. | {T.Short} is {whereabouts}.
-what: {A} has {answer}.
-where: {A} is {answer}.
+what: {everything}, so {A} has {held}.
+where: {A} came {P.to}, so {A} is {answer}.
 where it: {T.The} is {answer}. | {T.Short} is {answer}.
 gave: {A} got {T.the} from {answer}. | {A} got {T.short} from {answer}.
 colour: {T.Short} is {answer}.
 yes: {T.The} is {whereabouts}, so yes. | {T.Short} is {whereabouts}, so yes.
 no: {T.The} is {whereabouts}, so no. | {T.Short} is {whereabouts}, so no.
 """)  # of a chat, each to the question at its place above; the stars say {answer} alone
+EASY = {"who": 2, "where": 2, "colour": 1}
 MOON = {"who": 4, "what": 3, "where": 2, "where it": 3, "gave": 2, "colour": 1, "yes": 1, "no": 1}
 
 
@@ -411,10 +413,21 @@ class Teller:
         """The two messages of a question, behind the text if it is the first, and its answer."""
         question, reply = self.choose(list(zip(QUESTIONS[kind], ANSWERS[kind], strict=True)))
         question = question.format(**roles)
-        whereabouts = self.whereabouts(roles["T"]) if "T" in roles else None
-        reply = reply.format(answer=answer, whereabouts=whereabouts, **roles)
+        words = roles | {"answer": answer}
+        if "T" in roles:
+            words["whereabouts"] = self.whereabouts(roles["T"])
+        if kind == "what":
+            each = [f"{thing.short} is {self.whereabouts(thing)}" for thing in self.things]
+            held = [thing.short for thing in self.things if self.holder[thing] is roles["A"]]
+            words["everything"] = capital(", ".join(each))
+            words["held"] = held[0] if held else "nothing"
+        if kind == "where":
+            words["P"] = self.where[roles["A"]]
         text = " ".join([*self.sentences, question]) if first else question
-        return [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+        return [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": reply.format(**words)},
+        ]
 
 
 # --------------------------------------------------------------------------------------------
@@ -607,7 +620,7 @@ def generate_story(rng: random.Random) -> Story:
 
 # How many. Only answers are learned from, so a training chat asks more about its text: of three to
 # seven an answer costs 36 tokens. Of these, one chat in 55 is longer than 256 tokens and is cut.
-TURNS = {"train": [3, 4, 5, 6, 7], "val": [1, 2, 3, 4]}
+TURNS = {"train": [3, 4, 5, 6], "val": [1, 2, 3, 4]}
 
 
 def happen(s: Teller) -> None:
@@ -706,30 +719,39 @@ def about(questions: Questions, a: Person, t: Thing) -> Questions:
     return {kind: some for kind, some in found.items() if some}
 
 
-def generate_colour_chat(rng: random.Random, split: str) -> Chat:
-    """Draw an easy chat: two or three people have a thing each; which colour is each of them?
+def generate_easy_chat(rng: random.Random, split: str) -> Chat:
+    """Draw a chat about what is said once: two or three people, each with a thing and a place.
 
-    For both splits alike: no pair of person and noun that is held out meets here.
+    Mostly it asks who has something, the hardest to learn (docs/recipes.md, "Finding what stands
+    around a word"). For both splits alike: no pair of person and noun that is held out meets here.
     """
     s = Teller(rng)
     for _ in range(s.choose([2, 3])):
         s.get(s.person(), "has, plainly")
+    for person in s.people:
+        if s.maybe(0.5):
+            s.be(person)
+        else:
+            s.go(person)
+    all_kinds = s.questions()
+    open_questions = {kind: all_kinds[kind] for kind in EASY}
     messages: Chat = []
-    left = list(s.things)
-    while left:
-        t = s.choose(left)
-        left.remove(t)
-        messages += s.ask("colour", {"T": t}, t.colour, first=not messages)
+    for _ in range(len(s.people) + 2):
+        kind = s.choose({kind: EASY[kind] for kind in open_questions})
+        roles, answer = s.choose(open_questions[kind])
+        open_questions[kind].remove((roles, answer))
+        open_questions = {kind: some for kind, some in open_questions.items() if some}
+        messages += s.ask(kind, roles, answer, first=not messages)
     return messages
 
 
 # --------------------------------------------------------------------------------------------
 # On disk.
 
-VERSION = 3  # raise it with every change of the words, the grammar or the files
+VERSION = 4  # raise it with every change of the words, the grammar or the files
 NUM_STORIES = 61_500  # about 60,000 to train and 1,500 to validate, as their hashes fall
 STORY_VAL_EVERY = 41
-NUM_CHATS = 61_000  # 60,000 to train and 1,000 to validate; and a fifth as many about colours
+NUM_CHATS = 61_000  # 60,000 to train and 1,000 to validate; and a fifth as many easy ones
 CHAT_VAL_EVERY = 61
 
 
@@ -756,7 +778,7 @@ def prepare(
     stories/train.jsonl, val.jsonl: {"text": ...} a line. stories/floor.json: {"val_nats": the
     total -ln p of val.jsonl, "val_stories": its lines}; divided by the number of targets, it is
     the loss of a perfect model. chats/train.jsonl, val.jsonl: {"messages": [...]} a line, and in
-    colours/ a fifth as many of the easy kind.
+    easy/ a fifth as many of the easy kind.
     Returns at once where this very corpus lies already, and replaces another tinyworld corpus. Of
     several processes that want one in the same place, one makes it and the others wait for it.
     Raises UserError where the directory holds anything else, or cannot be written.
@@ -808,13 +830,13 @@ def write_corpus(directory: Path, stamp: dict[str, Any], progress: bool) -> None
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "stories").mkdir(parents=True)
     (directory / "chats").mkdir()
-    (directory / "colours").mkdir()
+    (directory / "easy").mkdir()
     num_easy = num_chats // 5
     total = num_stories + num_chats + num_easy
     with tqdm(total=total, desc="tinyworld", unit=" texts", disable=not progress) as bar:
         write_stories(directory / "stories", seed, num_stories, bar)
         write_chats(directory / "chats", generate_chat, seed, num_chats, bar)
-        write_chats(directory / "colours", generate_colour_chat, seed, num_easy, bar)
+        write_chats(directory / "easy", generate_easy_chat, seed, num_easy, bar)
     write_json(directory / "corpus.json", stamp)
 
 

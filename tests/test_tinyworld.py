@@ -198,9 +198,12 @@ class World:
             ("Who has (the .*)\\?", lambda answer, m: f"{m[1]} is {self.whereabouts(m[1])}"),
             (f"Does {N} have (the .*)\\?", lambda answer, m: (
                 f"{m[2]} is {self.whereabouts(m[2])}, so {answer}")),
-            ("Where is (.*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
+            ("Where is (the .*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
+            (f"Where is {N}\\?", lambda answer, m: (
+                f"{m[1]} came to {answer.split(' ', 1)[1]}, so {m[1]} is {answer}")),
             ("What colour is (.*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
-            (f"What does {N} have\\?", lambda answer, m: f"{m[1]} has {answer}"),
+            (f"What does {N} have\\?", lambda answer, m: (
+                f"{self.everything()}, so {m[1]} has {self.shortly(answer)}")),
             (f"Who gave (.*) to {N}\\?", lambda answer, m: f"{m[2]} got {m[1]} from {answer}"),
         ]  # fmt: skip
         answer = self.answer(question)
@@ -214,6 +217,14 @@ class World:
         if holder is None:
             return "lost"
         return holder if holder in WHERE.values() else f"with {holder}"
+
+    def everything(self) -> str:
+        """Each thing, in the order in which they came, and where it is now."""
+        return ", ".join(f"the {noun} is {self.whereabouts(noun)}" for noun in self.colour)
+
+    def shortly(self, thing: str) -> str:
+        """The ball, for the red ball."""
+        return thing if thing == "nothing" else f"the {thing.split()[-1]}"
 
     def known(self, noun: str) -> bool:
         return self.holder[noun] is not None and self.holder[noun] not in WHERE.values()
@@ -928,20 +939,24 @@ def test_no_answer_to_a_kind_of_question_is_right_most_of_the_time(split):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_colour_chats_ask_for_each_colour_once(corpus, split):
-    counts = Counter()
-    for row in rows(corpus / f"colours/{split}.jsonl"):
+def test_easy_chats_ask_for_what_is_said_once(corpus, split):
+    people, kinds = Counter(), Counter()
+    for row in rows(corpus / f"easy/{split}.jsonl"):
         messages = row["messages"]
         story, first = split_first(messages)
         world = read(story)
         assert not any(held_out(p, noun) for p in world.people for noun in world.colour)
+        assert len(sentences_of(story)) == 2 * len(world.people) == 2 * len(world.colour)
         questions = [first] + [m["content"] for m in messages[2::2]]
-        assert sorted(questions) == sorted(f"What colour is the {noun}?" for noun in world.colour)
+        assert len(set(questions)) == len(questions) == len(world.people) + 2
         for question, answer in zip(questions, messages[1::2], strict=True):
             assert answer["content"] == world.sentence(question)
-        counts[len(world.colour)] += 1
-    assert set(counts) == {2, 3}
-    assert counts.total() == {"train": 2400, "val": 40}[split]
+            kinds[question.split()[0]] += 1
+        people[len(world.people)] += 1
+    assert set(people) == {2, 3}
+    assert people.total() == {"train": 2400, "val": 40}[split]
+    assert set(kinds) == {"Who", "Where", "What"}
+    assert kinds["Who"] == max(kinds.values())
 
 
 def first_answer(story: str, question: str) -> str | None:
@@ -962,8 +977,8 @@ def test_same_seed_same_bytes_and_no_work_twice(corpus, tmp_path, monkeypatch):
     tinyworld.prepare(other, seed=5, **small)
     files = sorted(p.relative_to(again) for p in again.rglob("*") if p.is_file())
     assert [str(f) for f in files] == [
-        "chats/train.jsonl", "chats/val.jsonl",
-        "colours/train.jsonl", "colours/val.jsonl", "corpus.json",
+        "chats/train.jsonl", "chats/val.jsonl", "corpus.json",
+        "easy/train.jsonl", "easy/val.jsonl",
         "stories/floor.json", "stories/train.jsonl", "stories/val.jsonl",
     ]  # fmt: skip
     before = [(again / f).read_bytes() for f in files]

@@ -11,11 +11,11 @@ memory  0.5 GiB
 """
 
 init_from = "out/tiny"
-data = "tinyworld_colours"
+data = "tinyworld_easy"
 induction_init = True
 max_seq_len = 256
 
-max_steps = 300
+max_steps = 800
 batch_size = 8
 optimizer = "muon"
 learning_rate = 2.5e-3
@@ -24,4 +24,4 @@ momentum = 0.8
 warmup_steps = 50
 
 eval_every = 100
-save_every = 300
+save_every = 800
