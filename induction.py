@@ -8,8 +8,9 @@ never. Here the first heads are there from the start, and later heads say what t
 look for they then learn, at tiny's shape within some hundred steps (docs/recipes.md).
 
 A chat asks the other way round, "Who has the ball?", and that no model had learned from chats here.
-So a model that began like this may begin its fine-tuning with three groups of heads drawn anew,
-which read at a word what the first layer has noted there of the words in front: begin_to_look_back.
+So fine-tuning may begin with some heads of a trained model drawn anew. Those of the first layer
+note at each word which words stand in front of it; three groups behind them read these notes
+(begin_to_look_back).
 
 These are only other first values (after Trockman and Kolter 2023, who call it mimetic
 initialisation): training may change them all, and the checkpoint is a Qwen3 model like any other.
@@ -26,12 +27,17 @@ from model import GPT, Attention, Block
 from rope import rope_frequencies
 
 EMBEDDING_LENGTH = 2.4  # of the part that tells tokens apart, and of the part that all share
-ONE, TWO, THREE, FOUR = range(4)  # heads of the first layer, by how far back they look
-FAST_PAIRS = 5  # of RoPE's rotations, the fastest: slower ones cannot tell neighbours apart
-SHARPNESS = 1.5  # q_norm and k_norm of the first layer: how sharply they look
-LOUD = 0.5
-QUIET = 0.1  # what is left of the first MLP where heads begin anew
 MIX = 0.9  # weight of a structure beside the noise; its square is the share of the variance
+
+# The heads of the first layer that look back.
+ONE, TWO, THREE, FOUR = range(4)  # by how far back they look
+FAST_PAIRS = 5  # of RoPE's rotations, the fastest: slower ones cannot tell neighbours apart
+SHARPNESS = 1.5  # q_norm and k_norm: how sharply they look
+
+# Where heads begin anew: the gains of what else would be too loud or too soft.
+NOTES = 0.5  # the new o_proj of the first layer: its columns are of this length
+ANSWERS = 0.3  # what is left of the size of the later o_proj
+MLPS = 0.1  # what is left of the first two MLPs
 
 
 @torch.no_grad()
@@ -43,9 +49,9 @@ def begin_with_induction(model: GPT) -> None:
        head is tied to it, the first logits are as loud, and the first loss is about
        EMBEDDING_LENGTH**2 / 2, or 3, above ln V. An id that training never shows stays loud: the
        marks of a chat, say, so that fine-tuning too begins with a high loss.
-    2. In the first layer the first four heads look 1, 2, 3 and 3 to 6 tokens back: with heads of 32
-       and 256 tokens, the first three with 0.6 of their attention. Below a head_dim of 16 there
-       are too few fast rotations, and next to nothing of this.
+    2. In the first layer the first four heads look 1, 2, 3 and 4 tokens back: with heads of 32 and
+       256 tokens, with 0.65 of their attention. Below a head_dim of 16 there are too few fast
+       rotations, and next to nothing of this.
     3. In the layers behind it a head says what it looks at: with o_proj near the transpose of
        v_proj, what it adds to the stream is like the embedding of that token.
 
@@ -64,66 +70,68 @@ def begin_with_induction(model: GPT) -> None:
 
 @torch.no_grad()
 def begin_to_look_back(model: GPT) -> None:
-    """Draw three groups of heads of a trained model anew, in place: for fine-tuning on questions.
+    """Draw some heads of a trained model anew, in place: for fine-tuning on questions.
 
-    For a model that began with begin_with_induction, of at least 3 layers, 4 heads and 2 key/value
-    heads. In another the heads of the first layer do not look back as these take it, and groups
-    that were of use are lost for nothing.
+    A question asks from a word to what stood around it. A story hardly asks so, and its model has
+    no heads for it: these. What they did before is lost, and has to be learned again.
 
-    A question asks from a word to what stood around it. The first layer has noted that at the word;
-    but a story hardly asks so, and its model has no heads that read there. These begin to:
+    - First layer, all heads: the first four look 1, 2, 3 and 4 tokens back, and note at each word
+      which words stand there.
+    - Second layer, first group. Behind "The ball is": where stands the word that is now one back,
+      and what stands one back of it? "Red."
+    - Second layer, second group. Behind "The ball is with": where stands the word that is now two
+      back, and what stands four back of it? "Tom", in "Tom has a red ball".
+    - Third layer, first group. Behind "Tom came to the": which word has four back of it what is now
+      three back? "River", in "Tom went to the river". (Only where the heads THREE and FOUR share a
+      key/value head: two of them have two codes for a word.)
 
-    - second layer, first group. "The ball is": find the word that is now one back, and say what
-      stands one back of it: red.
-    - second layer, second group. "The ball is with": find the word that is two back, and say what
-      stands some five back of it: Tom, in "Tom has a red ball".
-    - third layer, first group. "Tom came to the": find a word that has what is three back some five
-      back of it, and say that word: river, in "Tom went to the river". (Where the heads THREE and
-      FOUR share a key/value head, as they have one code for words then.)
-
-    And the first MLP is turned down, as it speaks over what those heads note.
+    All else that would speak over the notes is turned down: what the first two MLPs add, and what
+    these groups say. That is a token, if head and embedding are tied. The model needs 3 layers, 4
+    heads and 2 key/value heads, or more.
     """
     layers = [cast(Block, layer) for layer in model.model.layers[:3]]
     first, second, third = [layer.self_attn for layer in layers]
     embedding = model.model.embed_tokens.weight  # (V, C)
     for projection in (first.q_proj, first.k_proj):
-        std = projection.weight.std()
-        projection.weight.normal_().mul_(std)
+        draw(projection.weight)
     look_back(first, F.normalize(embedding.mean(0), dim=0))
     codes, decoders, notes = take_notes(first, embedding)
 
-    draw_anew(second, 0, query=notes[ONE], key=codes[ONE])
+    look_for(second, 0, query=notes[ONE], key=codes[ONE])
     say(second, 0, notes[ONE], decoders[ONE])
-    draw_anew(second, 1, query=notes[TWO], key=codes[TWO])
+    look_for(second, 1, query=notes[TWO], key=codes[TWO])
     say(second, 1, notes[FOUR], decoders[FOUR])
-    draw_anew(third, 0, query=notes[THREE], key=notes[FOUR])
+    look_for(third, 0, query=notes[THREE], key=notes[FOUR])
     say(third, 0, codes[FOUR], decoders[FOUR])
     for layer in layers[:2]:
-        layer.mlp.down_proj.weight.mul_(QUIET)
+        layer.mlp.down_proj.weight.mul_(MLPS)
 
 
-def take_notes(first: Attention, embedding: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def take_notes(
+    first: Attention, embedding: Tensor
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """New values and outputs of the first layer: each head writes a code of the token it sees.
 
-    Returns for each head what reads a token's code from its embedding (D, C), what makes an embedding
-    of a code (C, D), and what reads the head's note from the stream (D, C). A code tells all tokens
-    apart as well as D numbers can: embeddings that are much alike, as those of nouns, are whitened.
+    Returns for each head what reads a token's code from its embedding (D, C), what makes an
+    embedding of a code (C, D), and what reads the head's note from the stream (D, C). A code is a
+    random part of the whitened embedding, so that it tells apart words whose embeddings are much
+    alike, as those of all nouns.
     """
     config = first.config
     C, D, K = config.hidden_size, config.head_dim, config.num_key_value_heads
     group = config.num_attention_heads // K
     shared = F.normalize(embedding.mean(0), dim=0)  # (C,)
     tokens = less(shared, embedding)  # (V, C)
-    values, vectors = torch.linalg.eigh(tokens.T @ tokens / len(tokens))
-    root = values.clamp(min=values.mean() / 100).sqrt()  # (C,)
+    squares, axes = torch.linalg.eigh(tokens.T @ tokens / len(tokens))  # (C,), (C, C)
+    sizes = squares.clamp(min=squares.mean() / 100).sqrt()  # (C,)
     codes, decoders = [], []
     for _ in range(K):
-        mixed = nn.init.orthogonal_(embedding.new_empty(D, C))
-        codes.append(less(shared, (mixed / root) @ vectors.T))
-        decoders.append(vectors @ (mixed * root).T)
-    first.v_proj.weight.copy_(torch.cat(codes) * root.square().mean().sqrt())
+        part = nn.init.orthogonal_(embedding.new_empty(D, C))
+        codes.append(less(shared, (part / sizes) @ axes.T))  # (D, C)
+        decoders.append(axes @ (part * sizes).T)  # (C, D)
+    first.v_proj.weight.copy_(torch.cat(codes) * sizes.square().mean().sqrt())
     outputs = nn.init.orthogonal_(torch.empty_like(first.o_proj.weight))  # (C, H * D)
-    first.o_proj.weight.copy_(outputs * LOUD)
+    first.o_proj.weight.copy_(outputs * NOTES)
     notes = outputs.T.unflatten(0, (-1, D))  # (H, D, C)
     heads = range(config.num_attention_heads)
     return [codes[h // group] for h in heads], [decoders[h // group] for h in heads], list(notes)
@@ -165,31 +173,29 @@ def say_what_is_seen(attention: Attention) -> None:
     mix_in(attention.o_proj.weight, values.T)
 
 
-def draw_anew(attention: Attention, number: int, query: Tensor, key: Tensor) -> None:
-    """All weights of one group of heads as new; a query looks for a key that reads the same.
+def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> None:
+    """A new group of heads, whose query looks for a key that reads the same.
 
-    query, key: (D, C), what is read for either. Compared is half of it, in RoPE's slow pairs:
-    the fast ones would turn it.
+    query, key: (D, C), what is read for either. Half of it is compared, in RoPE's slow pairs: the
+    fast ones would turn it.
     """
     D = attention.config.head_dim
-    quarter = D // 4
-    slow = [*range(quarter, D // 2), *range(D // 2 + quarter, D)]
+    slow = [*range(D // 4, D // 2), *range(D // 2 + D // 4, D)]
     compare = query.new_zeros(D, D)
     compare[slow] = nn.init.orthogonal_(query.new_empty(len(slow), D))
     queries, keys, values, out = group_of(attention, number)
     for weight in (queries, keys, values, out):
-        std = weight.std()
-        weight.normal_().mul_(std)
+        draw(weight)
     mix_in(queries, (compare @ query).repeat(len(queries) // D, 1))
     mix_in(keys, compare @ key)
 
 
 def say(attention: Attention, number: int, code: Tensor, decoder: Tensor) -> None:
-    """Values that read a code from the stream (D, C); o_proj says the token that it is of (C, D)."""
+    """Values that read a code from the stream (D, C); o_proj says the token it is of (C, D)."""
     _, _, values, out = group_of(attention, number)
     mix_in(values, code)
     mix_in(out, decoder.repeat(1, out.shape[1] // decoder.shape[1]))
-    out.mul_(0.3)
+    out.mul_(ANSWERS)
 
 
 def group_of(attention: Attention, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -209,6 +215,12 @@ def group_of(attention: Attention, number: int) -> tuple[Tensor, Tensor, Tensor,
 def less(shared: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight (D, C) without what they read of the direction that all tokens share, (C,)."""
     return weight - torch.outer(weight @ shared, shared)
+
+
+def draw(weight: Tensor) -> None:
+    """Noise instead of a weight, in place, as large as it was."""
+    std = weight.std()
+    weight.normal_().mul_(std)
 
 
 def mix_in(weight: Tensor, structure: Tensor, share: float = MIX) -> None:
