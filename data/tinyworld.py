@@ -163,7 +163,7 @@ no: Does {A} have {T.the}? | Does {A} have {T.short}?
 ANSWERS = read_table("""
 who: {T.The} is {whereabouts}. | {T.Short} is {whereabouts}.
 what: {everything}, so {A} has {held}.
-where: {A} came {P.to}, so {A} is {answer}.
+where: As {A} came {P.to}, {A} is {answer}.
 where it: {T.The} is {answer}. | {T.Short} is {answer}.
 gave: {A} got {T.the} from {answer}. | {A} got {T.short} from {answer}.
 colour: {T.Short} is {answer}.

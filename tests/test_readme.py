@@ -45,7 +45,7 @@ COMMANDS = {
     "python train.py configs/tiny.py": SHORT,
     'python sample.py --prompt "One day"': DRAWN,
     'python sample.py --checkpoint=out/tiny --prompt "One day" --seed=12': FEW,
-    "python train.py configs/tiny_colours.py": SHORT,
+    "python train.py configs/tiny_easy.py": SHORT,
     "python train.py configs/tiny_sft.py": SHORT,
     "python sample.py --chat": DRAWN,
     "python evaluate.py out/tiny_sft": "--questions=4",

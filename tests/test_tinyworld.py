@@ -200,7 +200,7 @@ class World:
                 f"{m[2]} is {self.whereabouts(m[2])}, so {answer}")),
             ("Where is (the .*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
             (f"Where is {N}\\?", lambda answer, m: (
-                f"{m[1]} came to {answer.split(' ', 1)[1]}, so {m[1]} is {answer}")),
+                f"as {m[1]} came to {answer.split(' ', 1)[1]}, {m[1]} is {answer}")),
             ("What colour is (.*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
             (f"What does {N} have\\?", lambda answer, m: (
                 f"{self.everything()}, so {m[1]} has {self.shortly(answer)}")),
