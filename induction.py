@@ -94,7 +94,7 @@ def begin_to_look_back(model: GPT) -> None:
     embedding = model.model.embed_tokens.weight  # (V, C)
     for projection in (first.q_proj, first.k_proj):
         draw(projection.weight)
-    look_back(first, F.normalize(embedding.mean(0), dim=0))
+    look_back(first, common(embedding, layers[0].input_layernorm.weight))
     codes, decoders, notes = take_notes(first, embedding)
 
     look_for(second, 0, query=notes[ONE], key=codes[ONE])
@@ -105,6 +105,18 @@ def begin_to_look_back(model: GPT) -> None:
     say(third, 0, codes[FOUR], decoders[FOUR])
     for layer in layers[:2]:
         layer.mlp.down_proj.weight.mul_(MLPS)
+
+
+def common(embedding: Tensor, gain: Tensor) -> Tensor:
+    """(C,) of length 1: the direction of which all tokens have most nearly as much, normalised.
+
+    Not their mean: training turns the commonest, such as "the", against that. Least squares for 1.
+    """
+    C = len(gain)
+    tokens = embedding / embedding.square().mean(dim=1, keepdim=True).sqrt() * gain  # (V, C)
+    squares = tokens.T @ tokens / len(tokens)  # (C, C)
+    ridge = 0.01 * torch.eye(C, device=tokens.device)
+    return F.normalize(torch.linalg.solve(squares + ridge, tokens.mean(0)), dim=0)
 
 
 def take_notes(
