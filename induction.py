@@ -81,9 +81,9 @@ def begin_to_look_back(model: GPT) -> None:
       and what stands one back of it? "Red."
     - Second layer, second group. Behind "The ball is with": where stands the word that is now two
       back, and what stands four back of it? "Tom", in "Tom has a red ball".
-    - Third layer, first group. Behind "As Tom came to the": which word has four back of it what is now
-      three back? "River", in "Tom went to the river". (Only where the heads THREE and FOUR share a
-      key/value head: two of them have two codes for a word.)
+    - Third layer, first group. Behind "As Tom came to the": which word has four back of it what is
+      now three back? "River", in "Tom went to the river". (Only where the heads THREE and FOUR
+      share a key/value head: two of them have two codes for a word.)
 
     All else that would speak over the notes is turned down: what the first two MLPs add, and what
     these groups say. That is a token, if head and embedding are tied. The model needs 3 layers, 4

@@ -1,12 +1,13 @@
-"""Teaches the model of configs/tiny.py to find a word again from the word behind it.
+"""Teaches the model of configs/tiny.py to find a word again, and to say what stood around it.
 
-Before configs/tiny_sft.py: chats about two or three things, which ask for the colour of each. One
-group of heads begins anew for it (induction.py). Run configs/tiny.py first. Measured:
+Before configs/tiny_sft.py: easy chats, about two or three people who have a thing and are in a
+place, with questions for colour, holder and place. Heads begin anew for them (induction.py). Run
+configs/tiny.py first. Measured:
 
-tokens  0.6 M, of which 0.11 M are answers, the only targets
-loss    0.0004 per target in validation, with two other seeds 0.0006 and 0.0004; without the new
-        heads 0.0845, which is a guess by elimination
-time    a minute of one CPU core
+tokens  1.4 M, of which 0.37 M are answers, the only targets
+loss    0.0000 per target in validation, with another seed too: every answer is right. After 200
+        steps 0.010 and 0.022
+time    3 minutes of one CPU core
 memory  0.5 GiB
 """
 

@@ -56,9 +56,9 @@ SHAPES = {
 }
 
 
-def how_far_back(model: GPT) -> torch.Tensor:
+def how_far_back(model: GPT, tokens: int = V) -> torch.Tensor:
     """(H, T/2): mean attention of the first layer's heads by distance, over the later queries."""
-    ids = torch.randint(V, (8, T), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(tokens, (8, T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         weights = model.attention_weights(ids)[0]  # (B, H, T, T)
     seen = [
@@ -83,6 +83,19 @@ def test_the_first_heads_look_one_to_four_back(shape):
                 assert seen[head + 1] > 1.3 * others.max(), (head, seen)
             else:
                 assert seen.max() < 0.25, (head, seen)  # no distance stands out
+
+
+def test_tokens_that_training_turned_away_look_back_too():
+    """As training turns the commonest against what all tokens had in common."""
+    model = prepared_model(hidden_size=128)
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        shared = F.normalize(embedding.mean(dim=0), dim=0)
+        embedding[:16] -= torch.outer(embedding[:16] @ shared, shared)
+    assert how_far_back(model, tokens=16)[0, 1] < 0.1
+    begin_to_look_back(model)
+    for head, seen in enumerate(how_far_back(model, tokens=16)):
+        assert seen[head + 1] > 0.3, (head, seen)
 
 
 @pytest.mark.parametrize("theta", [1e2, 1e4, 1e6])
