@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     directory = tmp_path_factory.mktemp("world") / "tinyworld"
-    tinyworld.prepare(directory, num_stories=400, num_chats=122, progress=False)
+    tinyworld.prepare(directory, num_stories=400, num_chats=610, progress=False)
     return directory
 
 

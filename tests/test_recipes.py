@@ -64,7 +64,7 @@ def reduced(config: TrainConfig, directory: Path) -> TrainConfig:
         max_seq_len=32,
         max_position_embeddings=32,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=config.num_key_value_heads and 2,
         head_dim=config.head_dim and 8,
