@@ -88,8 +88,8 @@ class TrainConfig:
     """torch's fused attention, or the readable one."""
     induction_init: bool = False
     """Begin with most of an induction head in the weights (induction.py): a small model then learns
-    early to find again what stood before. With init_from, of a model that began so: three groups
-    of its heads begin anew, which look for a word and say what stood around it."""
+    early to find again what stood before. With init_from: some of its heads begin anew, for
+    questions; they look for a word and say what stood around it."""
 
     # --- optimisation
 

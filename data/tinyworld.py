@@ -170,6 +170,7 @@ colour: {T.Short} is {answer}.
 yes: {T.The} is {whereabouts}, so yes. | {T.Short} is {whereabouts}, so yes.
 no: {T.The} is {whereabouts}, so no. | {T.Short} is {whereabouts}, so no.
 """)  # of a chat, each to the question at its place above; the stars say {answer} alone
+# How likely each kind of question is in an easy chat, and at the end of a story.
 EASY = {"who": 2, "where": 2, "colour": 1}
 MOON = {"who": 4, "what": 3, "where": 2, "where it": 3, "gave": 2, "colour": 1, "yes": 1, "no": 1}
 
@@ -619,7 +620,7 @@ def generate_story(rng: random.Random) -> Story:
 # The chats: a few sentences of the same world, then questions.
 
 # How many. Only answers are learned from, so a training chat asks more about its text: of three to
-# seven an answer costs 36 tokens. Of these, one chat in 55 is longer than 256 tokens and is cut.
+# six an answer costs 40 tokens. Of 60,000, 136 chats are longer than 256 tokens and are cut.
 TURNS = {"train": [3, 4, 5, 6], "val": [1, 2, 3, 4]}
 
 
@@ -722,8 +723,9 @@ def about(questions: Questions, a: Person, t: Thing) -> Questions:
 def generate_easy_chat(rng: random.Random, split: str) -> Chat:
     """Draw a chat about what is said once: two or three people, each with a thing and a place.
 
-    Mostly it asks who has something, the hardest to learn (docs/recipes.md, "Finding what stands
-    around a word"). For both splits alike: no pair of person and noun that is held out meets here.
+    It does not ask what somebody has: of people and things in the same order that is guessed without
+    looking (docs/recipes.md, "Finding what stands around a word"). For both splits alike: no pair of
+    person and noun that is held out meets here.
     """
     s = Teller(rng)
     for _ in range(s.choose([2, 3])):

@@ -956,7 +956,7 @@ def test_easy_chats_ask_for_what_is_said_once(corpus, split):
     assert set(people) == {2, 3}
     assert people.total() == {"train": 2400, "val": 40}[split]
     assert set(kinds) == {"Who", "Where", "What"}
-    assert kinds["Who"] == max(kinds.values())
+    assert min(kinds.values()) > 0.1 * kinds.total(), kinds
 
 
 def first_answer(story: str, question: str) -> str | None:
