@@ -723,9 +723,9 @@ def about(questions: Questions, a: Person, t: Thing) -> Questions:
 def generate_easy_chat(rng: random.Random, split: str) -> Chat:
     """Draw a chat about what is said once: two or three people, each with a thing and a place.
 
-    It does not ask what somebody has: of people and things in the same order that is guessed without
-    looking (docs/recipes.md, "Finding what stands around a word"). For both splits alike: no pair of
-    person and noun that is held out meets here.
+    It does not ask what somebody has: of people and things in the same order that can be said
+    without looking (docs/recipes.md, "Finding what stands around a word"). For both splits alike:
+    no pair of person and noun that is held out meets here.
     """
     s = Teller(rng)
     for _ in range(s.choose([2, 3])):
