@@ -5,7 +5,7 @@ training. Run configs/tiny.py and configs/tiny_easy.py first. Measured:
 
 tokens  5.2 M, of which 1.4 M are answers, the only targets
 loss    0.006 per target in validation; 98.0% of 1,000 questions answered exactly (evaluate.py);
-        with another seed, of the two runs before it too, 0.005 and 98.6%
+        with two other seeds, of the two runs before it too, 98.6% and 97.7%
 time    11 minutes of one CPU core
 memory  0.5 GiB
 """
