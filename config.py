@@ -89,7 +89,8 @@ class TrainConfig:
     induction_init: bool = False
     """Begin with most of an induction head in the weights (induction.py): a small model then learns
     early to find again what stood before. With init_from: some of its heads begin anew, for
-    questions; they look for a word and say what stood around it."""
+    questions; they look for a word and say what stood around it. That takes at least 3 layers,
+    4 heads and 2 key/value heads."""
 
     # --- optimisation
 

@@ -33,6 +33,7 @@ MIX = 0.9  # weight of a structure beside the noise; its square is the share of 
 ONE, TWO, THREE, FOUR = range(4)  # by how far back they look
 FAST_PAIRS = 5  # of RoPE's rotations, the fastest: slower ones cannot tell neighbours apart
 SHARPNESS = 1.5  # q_norm and k_norm: how sharply they look
+LOOK_MIX = 0.99  # MIX of their queries
 
 # Where heads begin anew: the gains of what else would be too loud or too soft.
 NOTES = 0.5  # the new o_proj of the first layer: its columns are of this length
@@ -72,6 +73,9 @@ def begin_with_induction(model: GPT) -> None:
 def begin_to_look_back(model: GPT) -> None:
     """Draw some heads of a trained model anew, in place: for fine-tuning on questions.
 
+    model: fp32, or on the meta device, with at least 3 layers, 4 heads and 2 key/value heads
+    (train.py refuses a smaller one).
+
     A question asks from a word to what stood around it. A story hardly asks so, and its model has
     no heads for it: these. What they did before is lost, and has to be learned again.
 
@@ -86,8 +90,7 @@ def begin_to_look_back(model: GPT) -> None:
       share a key/value head: two of them have two codes for a word.)
 
     All else that would speak over the notes is turned down: what the first two MLPs add, and what
-    these groups say. That is a token, if head and embedding are tied. The model needs 3 layers, 4
-    heads and 2 key/value heads, or more.
+    these groups say. That is a token, if head and embedding are tied.
     """
     layers = [cast(Block, layer) for layer in model.model.layers[:3]]
     first, second, third = [layer.self_attn for layer in layers]
@@ -168,9 +171,9 @@ def look_back(attention: Attention, shared: Tensor) -> None:
         turn = frequencies * (head + 1)
         query = torch.cat((u * turn.cos(), -u * turn.sin()))  # (D,)
         weight = attention.q_proj.weight[head * D : (head + 1) * D]
-        mix_in(weight, torch.outer(query, shared), share=0.99)
+        mix_in(weight, torch.outer(query, shared), LOOK_MIX)
     for k in range(heads[-1] // group + 1):
-        mix_in(attention.k_proj.weight[k * D : (k + 1) * D], torch.outer(key, shared))
+        mix_in(attention.k_proj.weight[k * D : (k + 1) * D], torch.outer(key, shared), MIX)
     attention.q_norm.weight.fill_(SHARPNESS)
     attention.k_norm.weight.fill_(SHARPNESS)
 
@@ -182,7 +185,7 @@ def say_what_is_seen(attention: Attention) -> None:
     group = config.num_attention_heads // K
     values = attention.v_proj.weight.view(K, 1, D, C)
     values = values.expand(K, group, D, C).reshape(-1, C)  # (H * D, C): each for its query heads
-    mix_in(attention.o_proj.weight, values.T)
+    mix_in(attention.o_proj.weight, values.T, MIX)
 
 
 def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> None:
@@ -198,15 +201,15 @@ def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> N
     queries, keys, values, out = group_of(attention, number)
     for weight in (queries, keys, values, out):
         draw(weight)
-    mix_in(queries, (compare @ query).repeat(len(queries) // D, 1))
-    mix_in(keys, compare @ key)
+    mix_in(queries, (compare @ query).repeat(len(queries) // D, 1), MIX)
+    mix_in(keys, compare @ key, MIX)
 
 
 def say(attention: Attention, number: int, code: Tensor, decoder: Tensor) -> None:
     """Values that read a code from the stream (D, C); o_proj says the token it is of (C, D)."""
     _, _, values, out = group_of(attention, number)
-    mix_in(values, code)
-    mix_in(out, decoder.repeat(1, out.shape[1] // decoder.shape[1]))
+    mix_in(values, code, MIX)
+    mix_in(out, decoder.repeat(1, out.shape[1] // decoder.shape[1]), MIX)
     out.mul_(ANSWERS)
 
 
@@ -235,7 +238,7 @@ def draw(weight: Tensor) -> None:
     weight.normal_().mul_(std)
 
 
-def mix_in(weight: Tensor, structure: Tensor, share: float = MIX) -> None:
+def mix_in(weight: Tensor, structure: Tensor, share: float) -> None:
     """Mix a structure into the noise that the weight is, in place: the mean square stays."""
     structure = structure * (weight.std() / structure.square().mean().sqrt())
     weight.mul_(math.sqrt(1 - share**2)).add_(structure, alpha=share)

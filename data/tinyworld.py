@@ -702,12 +702,19 @@ def generate_chat(rng: random.Random, split: str) -> Chat:
         kinds = open_questions
         if split == "val" and turn == 0:
             kinds = about(open_questions, a, t)
-        kind = s.choose(list(kinds))
-        roles, answer = s.choose(kinds[kind])
-        open_questions[kind].remove((roles, answer))
-        open_questions = {kind: some for kind, some in open_questions.items() if some}
-        messages += s.ask(kind, roles, answer, first=not messages)
+        ask_one(s, s.choose(list(kinds)), kinds, open_questions, messages)
     return messages
+
+
+def ask_one(
+    s: Teller, kind: str, questions: Questions, open_questions: Questions, messages: Chat
+) -> None:
+    """Add one of the questions of a kind, and its answer; it is open no more."""
+    roles, answer = s.choose(questions[kind])
+    open_questions[kind].remove((roles, answer))
+    if not open_questions[kind]:
+        del open_questions[kind]
+    messages += s.ask(kind, roles, answer, first=not messages)
 
 
 def about(questions: Questions, a: Person, t: Thing) -> Questions:
@@ -740,10 +747,7 @@ def generate_easy_chat(rng: random.Random, split: str) -> Chat:
     messages: Chat = []
     for _ in range(len(s.people) + 2):
         kind = s.choose({kind: EASY[kind] for kind in open_questions})
-        roles, answer = s.choose(open_questions[kind])
-        open_questions[kind].remove((roles, answer))
-        open_questions = {kind: some for kind, some in open_questions.items() if some}
-        messages += s.ask(kind, roles, answer, first=not messages)
+        ask_one(s, kind, open_questions, open_questions, messages)
     return messages
 
 

@@ -76,13 +76,15 @@ def test_the_first_heads_look_one_to_four_back(shape):
     again = prepared_model(1, **shape)
     if again.config.num_key_value_heads > 1:
         begin_to_look_back(again)
+    group = new.config.num_attention_heads // new.config.num_key_value_heads
     for model in (new, again):
         for head, seen in enumerate(how_far_back(model)):
             if head < 4:
                 others = torch.cat((seen[: head + 1], seen[head + 2 :]))
                 assert seen[head + 1] > 1.3 * others.max(), (head, seen)
-            else:
-                assert seen.max() < 0.25, (head, seen)  # no distance stands out
+            else:  # no distance stands out; hardly one where the keys are those of the first four
+                alone = head // group > 3 // group
+                assert seen.max() < (0.15 if alone else 0.2), (head, seen)
 
 
 def test_tokens_that_training_turned_away_look_back_too():
@@ -102,7 +104,7 @@ def test_tokens_that_training_turned_away_look_back_too():
 def test_the_query_is_the_key_turned_back(monkeypatch, theta):
     """By 1, 2, 3 and 4 positions; for a token that is nothing but what all share, exactly."""
     monkeypatch.setattr("induction.MIX", 1.0)
-    monkeypatch.setattr("induction.mix_in.__defaults__", (1.0,))
+    monkeypatch.setattr("induction.LOOK_MIX", 1.0)
     D = 36
     model = prepared_model(rope_theta=theta, head_dim=D)
     attention = model.model.layers[0].self_attn
@@ -115,9 +117,9 @@ def test_the_query_is_the_key_turned_back(monkeypatch, theta):
             assert (key.abs() > 1e-4).sum().item() == 5  # the fast pairs alone
             query = attention.q_proj.weight[head * D : (head + 1) * D] @ shared
             turned = rotate(query.expand(1, 1, 5, D), cos, sin)[0, 0, head + 1]
-            turned, key = turned / turned.norm(), key / key.norm()
-            cosine = turned @ key
-            assert cosine.item() == pytest.approx(1.0, abs=0.02)  # q_proj keeps some noise
+            # QK-Norm takes the length away
+            turned, key = F.normalize(turned, dim=0), F.normalize(key, dim=0)
+            torch.testing.assert_close(turned, key, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -167,8 +169,8 @@ def test_what_changes_and_how_large_it_is():
     assert own.norm(dim=1).mean().item() == pytest.approx(EMBEDDING_LENGTH, rel=0.1)
 
 
-def story_after_first_layer(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """(B, T, C): what the second layer's projections read, behind the first layer's attention."""
+def read_by_the_second_layer(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    """(B, T, C): the stream behind the first layer, as the second layer's projections read it."""
     read = []
     second = model.model.layers[1].self_attn
     hook = second.q_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
@@ -186,7 +188,7 @@ def test_the_notes_say_which_words_stand_in_front(shape):
     with torch.no_grad():
         codes, decoders, notes = take_notes(first, model.model.embed_tokens.weight)
     ids = torch.randint(V, (8, T), generator=torch.Generator().manual_seed(1))
-    stream = story_after_first_layer(model, ids)  # (B, T, C)
+    stream = read_by_the_second_layer(model, ids)  # (B, T, C)
     embedding = model.model.embed_tokens.weight.detach()
     for back, (code, decoder, note) in enumerate(zip(codes, decoders, notes, strict=True), start=1):
         words = F.normalize(embedding @ code.T, dim=1)  # (V, D)
