@@ -113,7 +113,6 @@ def kind_of(question: str, answer: str) -> str:
     beginnings = {
         "Who has": "who",
         "What does": "what",
-        "Where is the": "where it",
         "Where is": "where",
         "Who gave": "gave",
         "What colour": "colour",

@@ -35,10 +35,9 @@ FAST_PAIRS = 5  # of RoPE's rotations, the fastest: slower ones cannot tell neig
 SHARPNESS = 1.5  # q_norm and k_norm: how sharply they look
 LOOK_MIX = 0.99  # MIX of their queries
 
-# Where heads begin anew: the gains of what else would be too loud or too soft.
-NOTES = 0.5  # the new o_proj of the first layer: its columns are of this length
-ANSWERS = 0.3  # what is left of the size of the later o_proj
-MLPS = 0.1  # what is left of the first two MLPs
+# Where heads begin anew: how loud they are, and what else is.
+NOTES = 0.5  # length of the columns of the first layer's o_proj (less if H * D is above C)
+FIRST_MLP = 0.1  # what is left of what the first MLP adds
 
 
 @torch.no_grad()
@@ -50,9 +49,9 @@ def begin_with_induction(model: GPT) -> None:
        head is tied to it, the first logits are as loud, and the first loss is about
        EMBEDDING_LENGTH**2 / 2, or 3, above ln V. An id that training never shows stays loud: the
        marks of a chat, say, so that fine-tuning too begins with a high loss.
-    2. In the first layer the first four heads look 1, 2, 3 and 4 tokens back: with heads of 32 and
-       256 tokens, with 0.65 of their attention. Below a head_dim of 16 there are too few fast
-       rotations, and next to nothing of this.
+    2. In the first layer the first four heads look 1, 2, 3 and 4 tokens back, and q_norm and k_norm
+       are sharper: with heads of 32 and rows of 256 tokens some two thirds of their attention goes
+       there. Below a head_dim of 16 there are too few fast rotations, and little of this.
     3. In the layers behind it a head says what it looks at: with o_proj near the transpose of
        v_proj, what it adds to the stream is like the embedding of that token.
 
@@ -89,15 +88,15 @@ def begin_to_look_back(model: GPT) -> None:
       now three back? "River", in "Tom went to the river". (Only where the heads THREE and FOUR
       share a key/value head: two of them have two codes for a word.)
 
-    All else that would speak over the notes is turned down: what the first two MLPs add, and what
-    these groups say. That is a token, if head and embedding are tied.
+    What a group says is a token, if head and embedding are tied. What the first MLP adds would
+    speak over the notes, and is turned down.
     """
     layers = [cast(Block, layer) for layer in model.model.layers[:3]]
     first, second, third = [layer.self_attn for layer in layers]
     embedding = model.model.embed_tokens.weight  # (V, C)
     for projection in (first.q_proj, first.k_proj):
         draw(projection.weight)
-    look_back(first, common(embedding, layers[0].input_layernorm.weight))
+    look_back(first, common(layers[0].input_layernorm(embedding)))
     codes, decoders, notes = take_notes(first, embedding)
 
     look_for(second, 0, query=notes[ONE], key=codes[ONE])
@@ -106,19 +105,16 @@ def begin_to_look_back(model: GPT) -> None:
     say(second, 1, notes[FOUR], decoders[FOUR])
     look_for(third, 0, query=notes[THREE], key=notes[FOUR])
     say(third, 0, codes[FOUR], decoders[FOUR])
-    for layer in layers[:2]:
-        layer.mlp.down_proj.weight.mul_(MLPS)
+    layers[0].mlp.down_proj.weight.mul_(FIRST_MLP)
 
 
-def common(embedding: Tensor, gain: Tensor) -> Tensor:
-    """(C,) of length 1: the direction of which all tokens have most nearly as much, normalised.
+def common(tokens: Tensor) -> Tensor:
+    """(C,) of length 1: the direction of which all tokens (V, C) have most nearly as much.
 
     Not their mean: training turns the commonest, such as "the", against that. Least squares for 1.
     """
-    C = len(gain)
-    tokens = embedding / embedding.square().mean(dim=1, keepdim=True).sqrt() * gain  # (V, C)
     squares = tokens.T @ tokens / len(tokens)  # (C, C)
-    ridge = 0.01 * torch.eye(C, device=tokens.device)
+    ridge = 0.01 * torch.eye(len(squares), device=tokens.device)
     return F.normalize(torch.linalg.solve(squares + ridge, tokens.mean(0)), dim=0)
 
 
@@ -135,14 +131,14 @@ def take_notes(
     config = first.config
     C, D, K = config.hidden_size, config.head_dim, config.num_key_value_heads
     group = config.num_attention_heads // K
-    shared = F.normalize(embedding.mean(0), dim=0)  # (C,)
-    tokens = less(shared, embedding)  # (V, C)
+    mean = F.normalize(embedding.mean(0), dim=0)  # (C,): it tells no token from another
+    tokens = less(mean, embedding)  # (V, C)
     squares, axes = torch.linalg.eigh(tokens.T @ tokens / len(tokens))  # (C,), (C, C)
     sizes = squares.clamp(min=squares.mean() / 100).sqrt()  # (C,)
     codes, decoders = [], []
     for _ in range(K):
         part = nn.init.orthogonal_(embedding.new_empty(D, C))
-        codes.append(less(shared, (part / sizes) @ axes.T))  # (D, C)
+        codes.append(less(mean, (part / sizes) @ axes.T))  # (D, C)
         decoders.append(axes @ (part * sizes).T)  # (C, D)
     first.v_proj.weight.copy_(torch.cat(codes) * sizes.square().mean().sqrt())
     outputs = nn.init.orthogonal_(torch.empty_like(first.o_proj.weight))  # (C, H * D)
@@ -189,7 +185,8 @@ def say_what_is_seen(attention: Attention) -> None:
 
 
 def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> None:
-    """A new group of heads, whose query looks for a key that reads the same.
+    """A new group of heads, whose query looks for a key that reads the same; `say` tells it what
+    to say there.
 
     query, key: (D, C), what is read for either. Half of it is compared, in RoPE's slow pairs: the
     fast ones would turn it.
@@ -206,11 +203,10 @@ def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> N
 
 
 def say(attention: Attention, number: int, code: Tensor, decoder: Tensor) -> None:
-    """Values that read a code from the stream (D, C); o_proj says the token it is of (C, D)."""
+    """New values read a code from the stream (D, C); o_proj says the token it is of (C, D)."""
     _, _, values, out = group_of(attention, number)
     mix_in(values, code, MIX)
     mix_in(out, decoder.repeat(1, out.shape[1] // decoder.shape[1]), MIX)
-    out.mul_(ANSWERS)
 
 
 def group_of(attention: Attention, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -227,9 +223,9 @@ def group_of(attention: Attention, number: int) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
-def less(shared: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight (D, C) without what they read of the direction that all tokens share, (C,)."""
-    return weight - torch.outer(weight @ shared, shared)
+def less(direction: Tensor, weight: Tensor) -> Tensor:
+    """Rows of weight (D, C) without what they have of a direction, (C,) of length 1."""
+    return weight - torch.outer(weight @ direction, direction)
 
 
 def draw(weight: Tensor) -> None:

@@ -118,8 +118,9 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
         has = (shape.num_hidden_layers, shape.num_attention_heads, shape.num_key_value_heads)
         if any(number < least for number, least in zip(has, (3, 4, 2), strict=True)):
             raise UserError(
-                f"{config.init_from} has {has[0]} layers, {has[1]} heads and {has[2]} key/value "
-                "heads: with it, --induction_init needs at least 3, 4 and 2"
+                f"{config.init_from} has num_hidden_layers = {has[0]}, num_attention_heads = "
+                f"{has[1]} and num_key_value_heads = {has[2]}: with it, --induction_init needs at "
+                "least 3, 4 and 2"
             )
         begin_to_look_back(model)
     if config.max_seq_len > model.config.max_position_embeddings:

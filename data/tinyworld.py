@@ -2,9 +2,9 @@
 
 In reading order: the words and the sentences (tables to edit), the people and things, the Teller
 that makes every choice and adds up its -log p, the seven story shapes and the ending, the chats
-(and easy ones, in which nothing happens), and prepare(), which writes it all. The probability of
-a text is exact, because a text has one derivation only and nothing is ever drawn and then thrown
-away.
+(and easy ones, in which each thing is said once), and prepare(), which writes it all. The
+probability of a text is exact, because a text has one derivation only and nothing is ever drawn and
+then thrown away.
 """
 
 import argparse
@@ -164,12 +164,13 @@ ANSWERS = read_table("""
 who: {T.The} is {whereabouts}. | {T.Short} is {whereabouts}.
 what: {everything}, so {A} has {held}.
 where: As {A} came {P.to}, {A} is {answer}.
-where it: {T.The} is {answer}. | {T.Short} is {answer}.
 gave: {A} got {T.the} from {answer}. | {A} got {T.short} from {answer}.
 colour: {T.Short} is {answer}.
 yes: {T.The} is {whereabouts}, so yes. | {T.Short} is {whereabouts}, so yes.
 no: {T.The} is {whereabouts}, so no. | {T.Short} is {whereabouts}, so no.
 """)  # of a chat, each to the question at its place above; the stars say {answer} alone
+# No thing of a chat lies about, so "where it" is not asked there. "As Tom came to the park" is said
+# where Tom just was there, too: it names the place, and then with its preposition.
 # How likely each kind of question is in an easy chat, and at the end of a story.
 EASY = {"who": 2, "where": 2, "colour": 1}
 MOON = {"who": 4, "what": 3, "where": 2, "where it": 3, "gave": 2, "colour": 1, "yes": 1, "no": 1}
@@ -375,11 +376,9 @@ class Teller:
         self.gifts = [gift for gift in self.gifts if gift[2] not in (t, u)]
 
     def whereabouts(self, thing: Thing) -> str:
-        """Where a thing has come to, as in "The ball is with Tom"."""
+        """Where a thing of a chat has come to, as in "The ball is with Tom"."""
         holder = self.holder[thing]
-        if holder is None:
-            return "lost"
-        return str(holder) if isinstance(holder, Place) else f"with {holder}"
+        return "lost" if holder is None else f"with {holder}"
 
     def questions(self) -> Questions:
         """All that can be asked now and has one answer, of which here the words that matter."""
@@ -730,9 +729,9 @@ def about(questions: Questions, a: Person, t: Thing) -> Questions:
 def generate_easy_chat(rng: random.Random, split: str) -> Chat:
     """Draw a chat about what is said once: two or three people, each with a thing and a place.
 
-    It does not ask what somebody has: of people and things in the same order that can be said
-    without looking (docs/recipes.md, "Finding what stands around a word"). For both splits alike:
-    no pair of person and noun that is held out meets here.
+    It does not ask what somebody has: that answer goes through all people and things in the order
+    of the text, so it could be copied off without looking any of them up. For both splits alike: no
+    pair of person and noun that is held out meets here.
     """
     s = Teller(rng)
     for _ in range(s.choose([2, 3])):

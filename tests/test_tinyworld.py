@@ -198,7 +198,6 @@ class World:
             ("Who has (the .*)\\?", lambda answer, m: f"{m[1]} is {self.whereabouts(m[1])}"),
             (f"Does {N} have (the .*)\\?", lambda answer, m: (
                 f"{m[2]} is {self.whereabouts(m[2])}, so {answer}")),
-            ("Where is (the .*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
             (f"Where is {N}\\?", lambda answer, m: (
                 f"as {m[1]} came to {answer.split(' ', 1)[1]}, {m[1]} is {answer}")),
             ("What colour is (.*)\\?", lambda answer, m: f"{m[1]} is {answer}"),
@@ -214,9 +213,7 @@ class World:
 
     def whereabouts(self, thing: str) -> str:
         holder = self.holder[thing.split()[-1]]
-        if holder is None:
-            return "lost"
-        return holder if holder in WHERE.values() else f"with {holder}"
+        return "lost" if holder is None else f"with {holder}"
 
     def everything(self) -> str:
         """Each thing, in the order in which they came, and where it is now."""
