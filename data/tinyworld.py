@@ -171,6 +171,7 @@ no: {T.The} is {whereabouts}, so no. | {T.Short} is {whereabouts}, so no.
 """)  # of a chat, each to the question at its place above; the stars say {answer} alone
 # No thing of a chat lies about, so "where it" is not asked there. "As Tom came to the park" is said
 # where Tom just was there, too: it names the place, and then with its preposition.
+
 # How likely each kind of question is in an easy chat, and at the end of a story.
 EASY = {"who": 2, "where": 2, "colour": 1}
 MOON = {"who": 4, "what": 3, "where": 2, "where it": 3, "gave": 2, "colour": 1, "yes": 1, "no": 1}
