@@ -185,8 +185,7 @@ def say_what_is_seen(attention: Attention) -> None:
 
 
 def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> None:
-    """A new group of heads, whose query looks for a key that reads the same; `say` tells it what
-    to say there.
+    """New queries and keys of a group of heads: a query looks for a key that reads the same.
 
     query, key: (D, C), what is read for either. Half of it is compared, in RoPE's slow pairs: the
     fast ones would turn it.
@@ -195,16 +194,19 @@ def look_for(attention: Attention, number: int, query: Tensor, key: Tensor) -> N
     slow = [*range(D // 4, D // 2), *range(D // 2 + D // 4, D)]
     compare = query.new_zeros(D, D)
     compare[slow] = nn.init.orthogonal_(query.new_empty(len(slow), D))
-    queries, keys, values, out = group_of(attention, number)
-    for weight in (queries, keys, values, out):
-        draw(weight)
+    queries, keys, _, _ = group_of(attention, number)
+    draw(queries)
+    draw(keys)
     mix_in(queries, (compare @ query).repeat(len(queries) // D, 1), MIX)
     mix_in(keys, compare @ key, MIX)
 
 
 def say(attention: Attention, number: int, code: Tensor, decoder: Tensor) -> None:
-    """New values read a code from the stream (D, C); o_proj says the token it is of (C, D)."""
+    """New values of a group read a code from the stream (D, C); its new o_proj says the token that
+    the code is of (C, D)."""
     _, _, values, out = group_of(attention, number)
+    draw(values)
+    draw(out)
     mix_in(values, code, MIX)
     mix_in(out, decoder.repeat(1, out.shape[1] // decoder.shape[1]), MIX)
 

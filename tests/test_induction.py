@@ -13,6 +13,7 @@ from induction import (
     FIRST_MLP,
     begin_to_look_back,
     begin_with_induction,
+    group_of,
     take_notes,
 )
 from model import GPT, GPTConfig
@@ -25,10 +26,14 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def new_model(seed: int = 0, **shape) -> GPT:
     torch.manual_seed(seed)
-    shape = (
-        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4) | shape
+    usual = dict(
+        vocab_size=V,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=1e4,
     )
-    shape = dict(vocab_size=V) | shape
+    shape = usual | shape
     return GPT(
         GPTConfig(
             num_hidden_layers=3,
@@ -223,18 +228,14 @@ def test_the_groups_look_a_word_up_and_say_what_stands_there(
     others = [i for i in range(now - 5) if i != there]
     assert seen[there] > 1.5 * seen[others].mean(), seen
 
-    attention = model.model.layers[layer].self_attn
-    D = model.config.head_dim
-    embedding = model.model.embed_tokens.weight.detach()
+    _, _, values, out = group_of(model.model.layers[layer].self_attn, group)
+    embedding = model.model.embed_tokens.weight
     with torch.no_grad():
         stream = read_by_layer(layer, model, ids)[:, there]  # (B, C)
-        value = attention.v_proj(stream)[:, group * D : (group + 1) * D]  # (B, D)
-        out = attention.o_proj.weight[:, 2 * group * D : (2 * group + 1) * D]  # (C, D)
-        logits = value @ out.T @ (embedding - embedding.mean(dim=0)).T  # (B, words)
-    right = logits.gather(1, ids[:, there - said, None])  # (B, 1)
-    assert (
-        logits > right
-    ).float().mean() < 0.3  # of all words, those that are louder; by chance 0.5
+        added = stream @ values.T @ out[:, : len(values)].T  # (B, C), by the group's first head
+        logits = added @ (embedding - embedding.mean(dim=0)).T  # (B, words)
+    louder = logits > logits.gather(1, ids[:, there - said, None])  # than the right word
+    assert louder.float().mean() < 0.3  # by chance 0.5
 
 
 def test_what_begins_anew_and_how_large_it_is():
@@ -252,9 +253,7 @@ def test_what_begins_anew_and_how_large_it_is():
     }
     assert changed["0.mlp.down_proj.weight"] == pytest.approx(FIRST_MLP)
     for name, factor in changed.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")) or name.startswith(
-            ("1.self", "2.self")
-        ):
+        if name.startswith(("0.self_attn.q", "0.self_attn.k", "1.self_attn", "2.self_attn")):
             assert factor == pytest.approx(1.0, rel=0.05), name
 
     old, new = (model.model.layers[2].self_attn for model in (before, after))
