@@ -295,7 +295,7 @@ def one_loss(way: str, dtype: str, device: str) -> None:
     enabled = dtype != "fp32"
     with torch.autocast(device.split(":")[0], DTYPES[dtype], enabled=enabled):
         if way == "ours":
-            loss = LinearCrossEntropy.apply(hidden, weight, targets, True)
+            loss = LinearCrossEntropy.apply(hidden, weight, targets, None, True)
         else:
             logits = F.linear(hidden, weight)
             loss = F.cross_entropy(logits.float(), targets, reduction="sum")

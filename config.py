@@ -96,6 +96,14 @@ class TrainConfig:
 
     max_steps: int = 1000
     """Optimizer steps of the whole run."""
+    ngram_weight: float = 0.0
+    """Share of each target, at the first step, that is what counts of the training text expect and
+    not the one token that came (ngrams.py): so a small text teaches more. 0: that token alone. The
+    training loss shown is the cross entropy with these mixtures."""
+    ngram_last_weight: float = 0.0
+    """That share at the last step; it gets there in a straight line."""
+    ngram_order: int = 6
+    """How many tokens before a target those counts look at."""
     batch_size: int = 16
     """Rows of max_seq_len tokens in a micro-batch, over all processes; shorter rows come in larger
     numbers, up to the same batch_size * max_seq_len positions."""
@@ -354,7 +362,9 @@ def check_values(config: TrainConfig) -> None:
                 f"{name} = {shown(value)} is not UTF-8: the run could not be continued, for its "
                 "train_config.json cannot hold that; choose another name"
             )
-    at_least_one = "max_steps batch_size grad_accum vocab_size eval_every save_every log_every"
+    at_least_one = (
+        "max_steps batch_size grad_accum vocab_size eval_every save_every log_every ngram_order"
+    )
     for name in at_least_one.split() + ["keep_checkpoints", "eval_batches"]:
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -371,6 +381,9 @@ def check_values(config: TrainConfig) -> None:
             raise UserError(f"{name} = {getattr(config, name)}, but it must be above 0")
     if not 0 <= config.momentum < 1:
         raise UserError(f"momentum = {config.momentum}, but it must be at least 0 and below 1")
+    for name in ("ngram_weight", "ngram_last_weight"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"{name} = {getattr(config, name)}, but it must be from 0 to 1")
     for name in ("val_fraction", "decay_fraction"):
         if not 0 < getattr(config, name) < 1:
             raise UserError(f"{name} = {getattr(config, name)}, but it must be between 0 and 1")

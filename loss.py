@@ -16,13 +16,21 @@ LOGITS_AT_ONCE = 2**26
 class LinearCrossEntropy(torch.autograd.Function):
     """sum of cross_entropy(hidden @ weight.T, targets) without ever holding all the logits.
 
-    hidden (N, C), weight (V, C), targets (N,) with -100 for "not counted" -> () fp32. The gradient
-    of a chunk of rows is made while its logits are there, in the forward; the backward only scales
-    it. Matrix products run in autocast's dtype, softmax and sums in fp32.
+    hidden (N, C), weight (V, C), targets (N,) with -100 for "not counted", soft None or (N, V) fp32
+    -> () fp32. With `soft` a row's target is that distribution, not the one token. The gradient of
+    a chunk of rows is made while its logits are there, in the forward; the backward only scales it.
+    Matrix products run in autocast's dtype, softmax and sums in fp32.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        soft: Tensor | None,
+        needs_grad: bool,
+    ) -> Tensor:
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -41,11 +49,19 @@ class LinearCrossEntropy(torch.autograd.Function):
                 target = target.clamp(min=0)
                 logits = (h @ w.T).float()  # (n, V)
                 total = logits.logsumexp(dim=-1, keepdim=True)
-                loss += ((total - logits.gather(1, target)) * counted).sum()
+                if soft is None:
+                    expected = logits.gather(1, target)
+                else:
+                    wanted = soft[start : start + rows]  # (n, V)
+                    expected = (logits * wanted).sum(dim=-1, keepdim=True)
+                loss += ((total - expected) * counted).sum()
                 if needs_grad:
-                    # d loss / d logits = softmax - onehot, in rows that count
+                    # d loss / d logits = softmax - target, in rows that count
                     grad = logits.sub_(total).exp_()
-                    grad.scatter_add_(1, target, torch.full_like(total, -1.0))
+                    if soft is None:
+                        grad.scatter_add_(1, target, torch.full_like(total, -1.0))
+                    else:
+                        grad.sub_(wanted)
                     grad = grad.mul_(counted).to(dtype)
                     del logits  # in bf16 grad is a copy: two of this size at once are enough
                     grad_hidden[start : start + rows] = grad @ w
@@ -59,4 +75,4 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None

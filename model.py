@@ -421,6 +421,7 @@ class GPT(nn.Module):
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
         logits_to_keep: int | None = None,
+        soft_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits, or with labels the loss.
 
@@ -429,6 +430,8 @@ class GPT(nn.Module):
         attention_mask  (B, past + T), 1 real and 0 padding, on either side; None: all real
         cache           appended to, T slots in every row
         logits_to_keep  only the last so many positions' logits; None: all
+        soft_labels     (B, T, V) fp32, beside labels: where one counts, the distribution that is
+                        the target instead of that token alone (Hinton et al. 2015)
 
         Returns logits (B, T or logits_to_keep, V) in the model's dtype. With labels: the sum of the
         losses, () fp32, and the number of targets, () int64. The sum, so that the caller can divide
@@ -449,12 +452,14 @@ class GPT(nn.Module):
             targets = targets.masked_fill(~query_is_real, -100)
         targets = targets.flatten()  # (N,)
         hidden = hidden[:, :-1].flatten(0, 1)  # (N, C)
+        soft = None if soft_labels is None else soft_labels[:, 1:].flatten(0, 1)  # (N, V)
         if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
             # Positions without a target need no logits. A GPU would have to wait to count them.
             counted = targets != -100
             hidden, targets = hidden[counted], targets[counted]
+            soft = None if soft is None else soft[counted]
         needs_grad = torch.is_grad_enabled()
-        loss_sum = LinearCrossEntropy.apply(hidden, self.lm_head.weight, targets, needs_grad)
+        loss_sum = LinearCrossEntropy.apply(hidden, self.lm_head.weight, targets, soft, needs_grad)
         return loss_sum, (targets != -100).sum()
 
     def decode_step(self, input_ids: Tensor, cache: KVCache, slot: Tensor, num_keys: int) -> Tensor:

@@ -16,12 +16,14 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -35,6 +37,7 @@ from induction import begin_to_look_back, begin_with_induction
 from machine import Machine, launcher
 from model import GPT, GPTConfig
 from muon import Muon
+from ngrams import NGrams
 from pretrained import MOST_LAYERS, matrix_entries, physical_memory
 from report import Report, forward_flops, peak_flops
 from sample import generate
@@ -102,7 +105,9 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     say(f"validation  {val_rows.report}")
     size = (config.batch_size, config.max_seq_len)
     ranks: dict = {"rank": machine.rank, "world_size": machine.world_size}
-    train_batches = Batches(train_rows, *size, seed=config.seed, **ranks)
+    num_logits = model.config.vocab_size if model else padded(tokenizer.vocab_size)
+    soften = softener(config, train_rows, num_logits)
+    train_batches = Batches(train_rows, *size, seed=config.seed, soften=soften, **ranks)
     val_batches = Batches(val_rows, *size, seed=0, shuffle=False, **ranks)
 
     # 3. the model
@@ -131,7 +136,6 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     compiled = config.compile
     if compiled is None:
         compiled = machine.device.type == "cuda"
-    shapes = train_batches.shapes
     model, forward = place(model, machine, compiled)
     model.config.dropout = config.dropout
     model.config.attention = config.attention
@@ -139,8 +143,8 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     model.train()
     say(f"model       {model.num_parameters():,} parameters")
     if compiled:
-        say(f"compiling   for batches of {len(shapes)} shapes")
-        compile_ahead(forward, shapes, machine)
+        say(f"compiling   for batches of {len(train_batches.shapes)} shapes")
+        compile_ahead(forward, train_batches, machine)
 
     # 4. the optimizers
 
@@ -351,6 +355,21 @@ def load_rows(
     return train_rows, val_rows, floor
 
 
+def softener(config: TrainConfig, rows: TokenRows, vocab_size: int) -> Callable | None:
+    """What makes soft labels of micro-batch g (ngrams.py), (g, input_ids, labels) -> (B, T, V)."""
+    first, last = config.ngram_weight, config.ngram_last_weight
+    if first == last == 0:
+        return None
+    ngrams = NGrams(rows, vocab_size, config.ngram_order)
+
+    def soften(g: int, input_ids: Tensor, labels: Tensor) -> Tensor:
+        progress = g // config.grad_accum / config.max_steps
+        weight = first + (last - first) * min(progress, 1.0)
+        return ngrams.soft_labels(input_ids, labels, weight)
+
+    return soften
+
+
 def read_floor(directory: Path) -> float:
     """Nats that a perfect model needs for the validation data beside this floor.json. UserError."""
     try:
@@ -408,6 +427,11 @@ def find_resume_point(run: Path, config: TrainConfig) -> Path | None:
     return steps[-1] if steps else None
 
 
+def padded(vocab_size: int) -> int:
+    """The number of logits for so many ids: matrix kernels like multiples."""
+    return math.ceil(vocab_size / 64) * 64
+
+
 def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
     """The shape of a new model. Raises UserError for one that cannot be built."""
     names = (
@@ -416,7 +440,7 @@ def shape_of(config: TrainConfig, vocab_size: int) -> GPTConfig:
     ).split()
     try:
         shape = GPTConfig(
-            vocab_size=math.ceil(vocab_size / 64) * 64,  # matrix kernels like multiples
+            vocab_size=padded(vocab_size),
             max_position_embeddings=config.max_position_embeddings or config.max_seq_len,
             **{name: getattr(config, name) for name in names},
         )
@@ -450,25 +474,27 @@ def place(model: GPT, machine: Machine, compiled: bool) -> tuple[GPT, torch.nn.M
     return model, forward
 
 
-def compile_ahead(
-    forward: torch.nn.Module, shapes: list[tuple[int, int]], machine: Machine
-) -> None:
+def compile_ahead(forward: torch.nn.Module, batches: Batches, machine: Machine) -> None:
     """Compile forward and backward now, for every shape (B, T) that is to come, in this order.
 
     The code depends on the shape that is met first. A resumed run begins with another batch than
     the run that was never stopped, so left to chance they would differ in the last bits.
     The batches have no targets, so that no gradient but zero comes of them.
     """
-    for shape in shapes:
-        input_ids = torch.zeros(shape, dtype=torch.long, device=machine.device)
+    for shape in batches.shapes:
+        input_ids = torch.zeros(shape, dtype=torch.long)
         labels = torch.full_like(input_ids, -100)
+        tensors = {"input_ids": input_ids, "labels": labels}
+        if batches.soften is not None:
+            tensors["soft_labels"] = batches.soften(0, input_ids, labels)
+        tensors = {name: machine.move(tensor) for name, tensor in tensors.items()}
         # One graph for all: not dynamic=True, for which eps is a variable too. (FSDP's blocks are
         # compiled one by one, and get there by their second shape.)
-        if len(shapes) > 1:
-            torch._dynamo.maybe_mark_dynamic(input_ids, [0, 1])
-            torch._dynamo.maybe_mark_dynamic(labels, [0, 1])
+        if len(batches.shapes) > 1:
+            for tensor in tensors.values():
+                torch._dynamo.maybe_mark_dynamic(tensor, [0, 1])
         with machine.autocast():
-            loss_sum, _ = forward(input_ids, labels=labels)
+            loss_sum, _ = forward(**tensors)
         loss_sum.backward()
     forward.zero_grad()
 
@@ -578,7 +604,7 @@ def take_step(
     divisor = counts[0].clamp(min=1).float()
     loss = torch.zeros((), device=machine.device)
     for number, batch in enumerate(window):
-        input_ids, labels = machine.move(batch["input_ids"]), machine.move(batch["labels"])
+        tensors = {name: machine.move(batch[name]) for name in batch if name != "num_tokens"}
         # DDP averages gradients over processes: once, with the last micro-batch. FSDP does with
         # each, since no process has room for a whole gradient.
         wait: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -586,7 +612,7 @@ def take_step(
             wait = forward.no_sync()
         with wait:
             with machine.autocast():
-                loss_sum, _ = forward(input_ids, labels=labels)
+                loss_sum, _ = forward(**tensors)
             share = loss_sum / divisor
             scaler.scale(share * machine.world_size).backward()
         loss += share.detach()

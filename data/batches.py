@@ -11,7 +11,7 @@ that only one batch of an epoch, of the largest length, can have missing rows.
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,17 +31,18 @@ class Batches:
     """Batches by number.
 
     batches[g]      {"input_ids": int64 (B, T), "labels": int64 (B, T)}, CPU tensors: this rank's
-                    rows of global micro-batch g, counted from 0 over all epochs; and "num_tokens",
-                    the real tokens in them
+                    rows of global micro-batch g, counted from 0 over all epochs; "num_tokens", the
+                    real tokens in them; with `soften` also "soft_labels", that function of
+                    (g, input_ids, labels)
     per_epoch       global micro-batches in an epoch, the same in each
     shapes          every (B, T) that can occur here
     padding         share of an epoch's positions that hold no token (all ranks)
 
-    batches[g] is a function of (rows, batch_size, max_seq_len, seed, g): nothing has to be read to
-    get there. In each epoch every row occurs exactly once, in other company. The global batch does
-    not depend on world_size; rank r takes its rows r, r + world_size, ... Where they do not divide,
-    the last ranks get a row of nothing but padding, so that all ranks have the same shape and the
-    same number of steps. shuffle=False keeps one fixed order, for validation.
+    batches[g] is a function of (rows, batch_size, max_seq_len, seed, g) and `soften`: nothing has
+    to be read to get there. In each epoch every row occurs exactly once, in other company. The
+    global batch does not depend on world_size; rank r takes its rows r, r + world_size, ... Where
+    they do not divide, the last ranks get a row of nothing but padding, so that all ranks have the
+    same shape and the same number of steps. shuffle=False keeps one fixed order, for validation.
 
     batch_size counts rows at max_seq_len of the global micro-batch. Where there are several
     lengths, each has at least three batches, so data that would fill only a few gets smaller ones,
@@ -57,6 +58,7 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
+        soften: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size ({batch_size}) must be at least 1")
@@ -69,7 +71,7 @@ class Batches:
             raise ValueError(
                 f"a row of {longest} tokens is longer than max_seq_len ({max_seq_len})"
             )
-        self.rows, self.rank, self.world_size = rows, rank, world_size
+        self.rows, self.rank, self.world_size, self.soften = rows, rank, world_size, soften
         self._plan = _Plan(rows.lengths, batch_size, max_seq_len, seed, shuffle)
         self.per_epoch = self._plan.per_epoch
         sizes = zip(self._plan.sizes, self._plan.lengths, strict=True)
@@ -92,6 +94,8 @@ class Batches:
                 labels[b, : len(row_ids)] = row_labels
                 num_tokens += len(row_ids)
         tensors = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        if self.soften is not None:
+            tensors["soft_labels"] = self.soften(g, tensors["input_ids"], tensors["labels"])
         return tensors | {"num_tokens": num_tokens}
 
     def rows_of(self, g: int) -> np.ndarray:

@@ -578,7 +578,7 @@ def loss_and_gradients(function, hidden, weight, targets, scale: float = 1.0):
 
 
 def chunked(hidden, weight, targets):
-    return LinearCrossEntropy.apply(hidden, weight, targets, True)
+    return LinearCrossEntropy.apply(hidden, weight, targets, None, True)
 
 
 @pytest.fixture(params=[1, 37 * 5, 2**26], ids=["a row", "five rows", "all rows"])
@@ -600,6 +600,43 @@ def test_the_loss_equals_cross_entropy_in_value_and_gradient(at_once, dtype, tol
     assert ours[0].dtype == torch.float32 and ours[1].dtype == ours[2].dtype == dtype
     for mine, theirs in zip(ours, expected, strict=True):
         assert largest_difference(mine, theirs) <= tolerance * theirs.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_the_loss_of_soft_labels_equals_cross_entropy_with_them(at_once, dtype, tolerance):
+    hidden, weight, targets = loss_inputs(dtype)
+    generator = torch.Generator().manual_seed(3)
+    soft = torch.rand(13, 37, generator=generator).pow(4)
+    soft /= soft.sum(-1, keepdim=True)
+
+    def ours(hidden, weight, targets):
+        return LinearCrossEntropy.apply(hidden, weight, targets, soft, True)
+
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    counted = (targets != -100)[:, None]
+    # torch's own has no ignore_index for probabilities: rows that are zero count for nothing
+    reference = F.cross_entropy(wide[0] @ wide[1].T, soft.double() * counted, reduction="sum")
+    expected = reference.detach(), *torch.autograd.grad(reference * 0.25, wide)
+    found = loss_and_gradients(ours, hidden, weight, targets, scale=0.25)
+    assert found[0].dtype == torch.float32 and found[1].dtype == found[2].dtype == dtype
+    for mine, theirs in zip(found, expected, strict=True):
+        assert largest_difference(mine, theirs) <= tolerance * theirs.abs().max().item()
+
+
+def test_soft_labels_of_one_token_each_are_labels():
+    """In the model, with padding: the same loss, number of targets and gradients."""
+    model = random_model(tiny())
+    input_ids, labels, _ = padded_batch(model.config, [3, 8], "right", 8)
+    one_hot = F.one_hot(labels.clamp(min=0), model.config.vocab_size).float()
+    found = []
+    for soft_labels in (None, one_hot):
+        loss_sum, targets = model(input_ids, labels=labels, soft_labels=soft_labels)
+        gradients = torch.autograd.grad(loss_sum, list(model.parameters()))
+        found.append([loss_sum.detach(), targets, *gradients])
+    for hard, soft in zip(*found, strict=True):
+        assert torch.allclose(hard, soft, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_under_autocast_stays_fp32_and_equals_the_plain_way(at_once):

@@ -31,6 +31,7 @@ SHAPE = ["--hidden_size=16", "--num_hidden_layers=2", "--num_attention_heads=2"]
 SHAPE += ["--num_key_value_heads=1", "--intermediate_size=24", "--max_seq_len=24"]
 QUICK = ["--tokenizer=bytes", "--batch_size=4", "--device=cpu", "--warmup_steps=2"]
 QUICK += ["--sample_tokens=4", "--learning_rate=1e-2"]
+SOFT = ["--ngram_weight=0.9", "--ngram_last_weight=0.3", "--ngram_order=3"]
 
 
 @pytest.fixture
@@ -169,10 +170,10 @@ def test_inv11_a_step_without_targets_is_finite_and_changes_nothing():
 # -------------------------------------------------------------------------------- exact resume
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_inv12_resuming_gives_the_bits_of_the_undisturbed_run(corpus, optimizer):
+@pytest.mark.parametrize("more", [["--optimizer=adamw"], ["--optimizer=muon", *SOFT]])
+def test_inv12_resuming_gives_the_bits_of_the_undisturbed_run(corpus, more):
     """Across an epoch boundary (40 rows, batches of some 4), with dropout and accumulation."""
-    flags = [f"--optimizer={optimizer}", "--dropout=0.1", "--grad_accum=2", "--schedule=wsd"]
+    flags = [*more, "--dropout=0.1", "--grad_accum=2", "--schedule=wsd"]
     flags += ["--save_every=7", "--eval_every=5", "--log_every=1", "--max_steps=14"]
     whole = run(corpus, "whole", *flags)
     # After the checkpoint of step 7, with steps 8 and 9 already logged.
@@ -472,11 +473,27 @@ def test_every_parameter_is_optimised_once_and_only_matrices_decay(optimizer, ti
             assert group["weight_decay"] == (0.1 if parameter.dim() == 2 else 0.0)
 
 
-def test_inv14_a_compiled_run_writes_the_checkpoint_of_a_plain_one(corpus, monkeypatch):
-    plain = run(corpus, "out/plain", "--max_steps=2")
+def test_the_share_of_the_counts_falls_in_a_straight_line_over_the_run(corpus):
+    options = {"ngram_weight": 0.9, "ngram_last_weight": 0.1, "ngram_order": 2, "max_steps": 8}
+    config = TrainConfig(data=str(corpus), max_seq_len=24, grad_accum=2, **options)
+    rows, _, _ = train.load_rows(config, train.Tokenizer.load("bytes"))
+    batch = Batches(rows, 4, 24, seed=0)[0]
+    tensors = batch["input_ids"], batch["labels"]
+    counted = train.NGrams(rows, 320, order=2).soft_labels(*tensors, weight=1.0)
+    hard = train.NGrams(rows, 320, order=2).soft_labels(*tensors, weight=0.0)
+    soften = train.softener(config, rows, 320)
+    for g, share in ((0, 0.9), (1, 0.9), (8, 0.5), (16, 0.1), (50, 0.1)):  # two a step
+        expected = share * counted + (1 - share) * hard
+        torch.testing.assert_close(soften(g, *tensors), expected)
+    assert train.softener(TrainConfig(), rows, 320) is None
+
+
+@pytest.mark.parametrize("soft", [[], SOFT], ids=["labels", "soft labels"])
+def test_inv14_a_compiled_run_writes_the_checkpoint_of_a_plain_one(corpus, monkeypatch, soft):
+    plain = run(corpus, "out/plain", "--max_steps=2", *soft)
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="eager"))
-    compiled = run(corpus, "out/compiled", "--max_steps=2", "--compile=True")
+    compiled = run(corpus, "out/compiled", "--max_steps=2", "--compile=True", *soft)
     first, second = (load_file(step / "model.safetensors") for step in (plain, compiled))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -576,7 +593,8 @@ def test_a_tokenizer_that_does_not_fit_the_weights_is_refused_with_the_mend(corp
     "flag",
     "eval_batches=0 eval_batches=-3 seed=-1 seed=99999999999 rope_theta=0 rms_norm_eps=nan "
     "learning_rate=inf embedding_learning_rate=-1 max_seq_len=1 val_fraction=1 data= out_dir= "
-    "init_from= dropout=1.5 hidden_size=0 keep_checkpoints=0 num_hidden_layers=1025".split(),
+    "init_from= dropout=1.5 hidden_size=0 keep_checkpoints=0 num_hidden_layers=1025 ngram_order=0 "
+    "ngram_weight=1.1 ngram_last_weight=-1".split(),
 )
 def test_a_value_out_of_range_is_named_before_anything_is_written(corpus, capsys, flag):
     flags = [f"--data={corpus}", *SHAPE, *QUICK, "--max_steps=1", f"--{flag}"]

@@ -1,0 +1,140 @@
+"""Soft labels from counts: against counts made one by one, and what they are worth to a model."""
+
+import dataclasses
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from config import UserError
+from data.dataset import IGNORED, TokenRows
+from ngrams import DISCOUNTS, NGrams
+
+IDS = [3, 5, 6, 9]  # those that occur: not all, and not from 0 on
+V = 12
+PAD = 0
+
+
+def rows_of(documents: list[list[int]], max_seq_len: int) -> TokenRows:
+    """Documents cut into rows as data/dataset.py does: two neighbours share a token."""
+    starts, lengths, begin = [], [], 0
+    for document in documents:
+        for start in range(0, max(1, len(document) - 1), max_seq_len - 1):
+            starts.append(begin + start)
+            lengths.append(len(document[start : start + max_seq_len]))
+        begin += len(document)
+    tokens = np.array([token for document in documents for token in document], np.uint16)
+    places = np.array(starts, np.int64), np.array(lengths, np.int32)
+    return TokenRows(tokens, None, *places, len(documents), 0, 0, PAD, "", "")
+
+
+def documents_of(seed: int) -> list[list[int]]:
+    """Six texts of 2 to 30 tokens in which some sequences are frequent, and some are alone."""
+    rng = random.Random(seed)
+    weights = [8, 4, 2, 1]
+    return [rng.choices(IDS, weights, k=rng.randint(2, 30)) for _ in range(6)]
+
+
+def batch_of(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows, right-padded."""
+    longest = int(rows.lengths.max())
+    input_ids = torch.full((len(rows), longest), PAD)
+    labels = torch.full((len(rows), longest), IGNORED)
+    for i in range(len(rows)):
+        ids, targets = (torch.from_numpy(part) for part in rows[i])
+        input_ids[i, : len(ids)], labels[i, : len(ids)] = ids, targets
+    return input_ids, labels
+
+
+def by_hand(documents, order: int, row: list[int], place: tuple[int, int], seen: int) -> list:
+    """Kneser-Ney's probabilities after `row`, whose next token stands at `place`: (document, token)
+    of the text, and is left out. Counted anew, in dictionaries, by the definition."""
+
+    def counts(k: int) -> Counter:
+        """Sequences of k + 1 tokens, but for those that end in `place`."""
+        found: Counter = Counter()
+        for d, document in enumerate(documents):
+            for end in range(k, len(document)):
+                if (d, end) != place:
+                    found[tuple(document[end - k : end + 1])] += 1
+        return found
+
+    def kinds(k: int) -> Counter:
+        """For each sequence of k + 1 tokens, how many tokens are seen before it somewhere."""
+        return Counter(sequence[1:] for sequence in counts(k + 1))
+
+    longest = min(order, seen)
+    p = {token: 1 / len(IDS) for token in IDS}
+    for k in range(longest + 1):
+        table = counts(k) if k == longest else kinds(k)
+        context = tuple(row[len(row) - k :])
+        follow = {token: table[(*context, token)] for token in IDS}
+        total = sum(follow.values())
+        if total > 0:
+            off = {token: float(DISCOUNTS[min(n, 3)]) for token, n in follow.items()}
+            left = sum(off.values())
+            p = {t: (follow[t] - off[t] + left * p[t]) / total for t in IDS}
+    return [p[token] for token in IDS]
+
+
+@pytest.mark.parametrize("order", [1, 2, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_the_counts_expect_is_kneser_and_neys_without_the_place_itself(order, seed):
+    documents = documents_of(seed)
+    rows = rows_of(documents, max_seq_len=8)
+    input_ids, labels = batch_of(rows)
+    soft = NGrams(rows, V, order).soft_labels(input_ids, labels, weight=1.0)
+    assert soft.dtype == torch.float32 and soft.shape == (*labels.shape, V)
+
+    place_of = [(d, i) for d, document in enumerate(documents) for i in range(len(document))]
+    compared = 0
+    for b in range(len(rows)):
+        for t in range(1, int(rows.lengths[b])):
+            row = input_ids[b, :t].tolist()
+            expected = by_hand(documents, order, row, place_of[rows.starts[b] + t], seen=t)
+            assert soft[b, t, IDS].tolist() == pytest.approx(expected, abs=1e-6), (b, t)
+            compared += 1
+    assert compared == sum(len(document) - 1 for document in documents)
+    others = [token for token in range(V) if token not in IDS]
+    assert soft[..., others].abs().max() == 0
+    sums = soft.sum(-1)
+    assert torch.allclose(sums, (labels != IGNORED).float(), atol=1e-5)
+
+
+def test_a_weight_mixes_the_counts_with_the_token_that_came():
+    rows = rows_of(documents_of(2), max_seq_len=8)
+    input_ids, labels = batch_of(rows)
+    labels[2] = IGNORED
+    ngrams = NGrams(rows, V, order=3)
+    counted = ngrams.soft_labels(input_ids, labels, weight=1.0)
+    hard = torch.nn.functional.one_hot(labels.clamp(min=0), V) * (labels != IGNORED)[..., None]
+    for weight in (0.0, 0.3):
+        mixed = ngrams.soft_labels(input_ids, labels, weight)
+        assert torch.allclose(mixed, weight * counted + (1 - weight) * hard, atol=1e-6)
+
+
+def test_soft_labels_of_a_row_do_not_depend_on_its_batch():
+    rows = rows_of(documents_of(3), max_seq_len=8)
+    input_ids, labels = batch_of(rows)
+    ngrams = NGrams(rows, V, order=3)
+    together = ngrams.soft_labels(input_ids, labels, 0.5)
+    for b in range(len(rows)):
+        length = int(rows.lengths[b])
+        alone = ngrams.soft_labels(input_ids[b : b + 1, :length], labels[b : b + 1, :length], 0.5)
+        assert torch.equal(together[b, :length], alone[0])
+    assert ngrams.soft_labels(input_ids, torch.full_like(labels, IGNORED), 0.5).abs().max() == 0
+
+
+def test_what_cannot_be_counted_is_a_sentence(monkeypatch):
+    rows = rows_of(documents_of(0), max_seq_len=8)
+    NGrams(rows, V, order=20 - 1)  # four tokens and what is none of them: 3 bits each
+    with pytest.raises(UserError, match="--ngram_order=20: with 4 different tokens .* at most 19"):
+        NGrams(rows, V, order=20)
+    monkeypatch.setattr("ngrams.MOST_TOKENS", rows.num_tokens - 1)
+    with pytest.raises(UserError, match="small texts, of .* tokens at most, and this has"):
+        NGrams(rows, V, order=3)
+    chats = dataclasses.replace(rows, supervised=np.ones(len(rows.tokens), np.uint8))
+    with pytest.raises(UserError, match="these are chats"):
+        NGrams(chats, V, order=3)
