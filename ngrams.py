@@ -5,8 +5,8 @@ such draws to learn from needs many of them; how often each token has followed t
 anywhere in the text, is a rougher guide with far less noise. So each target becomes a mixture: the
 token that did come, and what the counts expect. The model is the same, and so is what it reads.
 
-The counts are smoothed as Kneser and Ney do (1995; interpolated, with three discounts: Chen and
-Goodman 1999, sections 2.7 and 3). Malagutti et al. 2024 train neural models with smoothed counts.
+The counts are smoothed as Kneser and Ney do (1995; interpolated, with three discounts, as in Chen
+and Goodman 1999). Malagutti et al. 2024 train neural models with smoothed counts.
 """
 
 import numpy as np
@@ -17,17 +17,40 @@ from tqdm import tqdm
 from config import UserError
 from data.dataset import IGNORED, TokenRows
 
-# Taken off a count of 1, of 2, and of more, and given to what has not been seen. Chen and Goodman
-# estimate them from the text; these, higher, did better on plays that had not been counted.
-DISCOUNTS = np.array([0.0, 0.9, 1.4, 1.9], np.float32)
 MOST_TOKENS = 2**24  # of a text: its counts take some 16 bytes a token and order
+FEW_DISCOUNTS = [0.5, 1.0, 1.5]  # where there are too few counts to estimate them, as in KenLM
+
+
+class Table:
+    """How often each key occurs among `keys`, and what is to be taken off such a number."""
+
+    def __init__(self, keys: np.ndarray):
+        self.keys, self.numbers = np.unique(keys, return_counts=True)  # sorted, and int64
+        self.discounts = discounts_of(self.numbers)
+
+    def number(self, keys: np.ndarray) -> np.ndarray:
+        """The numbers of these keys, 0 where there is none."""
+        place = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
+        return np.where(self.keys[place] == keys, self.numbers[place], 0)
+
+
+def discounts_of(numbers: np.ndarray) -> np.ndarray:
+    """What to take off a number of 0, 1, 2, and 3 or more: (4,) fp32. Chen and Goodman 1999,
+    section 3, estimate how much less often such sequences come in another text of this kind."""
+    once, twice, thrice, four = (int((numbers == n).sum()) for n in (1, 2, 3, 4))
+    off = FEW_DISCOUNTS
+    if min(once, twice, thrice, four) > 0:
+        share = once / (once + 2 * twice)
+        ratios = (twice / once, thrice / twice, four / thrice)
+        off = [max(0.0, n - (n + 1) * share * r) for n, r in zip((1, 2, 3), ratios, strict=True)]
+    return np.array([0.0, *off], np.float32)
 
 
 class NGrams:
     """Smoothed counts of up to `order` tokens and the one that follows, in texts, not in chats.
 
-    counts[k]  (keys, numbers): how often each sequence of k tokens and a next one occurs
-    kinds[k]   (keys, numbers): what kinds of tokens stand before that sequence, how many
+    counts[k]  how often each sequence of k tokens and a next one occurs
+    kinds[k]   how many different tokens stand before that sequence somewhere
 
     A key is the k + 1 tokens as one int64, `bits` for each, the next one lowest: those that share
     their first k tokens stand together in the sorted keys. Kneser and Ney's idea is `kinds`: what
@@ -66,10 +89,10 @@ class NGrams:
         for k in tqdm(range(order + 1), "counting n-grams", leave=False, delay=2):
             keys = (keys[:-1] << self.bits) | text[k:]  # one for each place, of k + 1 tokens
             within = document[: len(keys)] == document[k:]
-            self.counts.append(np.unique(keys[within], return_counts=True))
+            self.counts.append(Table(keys[within]))
             if k > 0:
-                seen = self.counts[k][0]
-                self.kinds.append(np.unique(seen & ((1 << k * self.bits) - 1), return_counts=True))
+                shorter = self.counts[k].keys & ((1 << k * self.bits) - 1)  # the first one left out
+                self.kinds.append(Table(shorter))
 
     def soft_labels(self, input_ids: Tensor, labels: Tensor, weight: float) -> Tensor:
         """What each target is to be: (B, T, V) fp32, aligned with labels (B, T); zeros where -100.
@@ -108,32 +131,24 @@ class NGrams:
             has_more = seen > k
             before = ids.ravel()[np.where(has_more, targets - k - 1, 0)]
             longer = before << k * self.bits | context
-            alone = self.number(self.counts[k + 1], longer << self.bits | answers) == 1
+            alone = self.counts[k + 1].number(longer << self.bits | answers) == 1
             self.interpolate(p, self.kinds[k], context, answers, has_more, alone & has_more)
             context = longer
         return p
 
-    def interpolate(self, p, table, context, answers, chosen, without) -> None:
+    def interpolate(self, p, table: Table, context, answers, chosen, without) -> None:
         """Refine the rows `chosen` of p (N, symbols), in place, by what `table` has for `context`,
         with 1 less for the answer in the rows `without`."""
         rows = np.flatnonzero(chosen)
-        keys, numbers = table
-        begin = np.searchsorted(keys, context[rows] << self.bits)
-        length = np.searchsorted(keys, (context[rows] + 1) << self.bits) - begin
-        rows = np.repeat(rows, length)  # (M,) all that has followed, of all rows
+        begin = np.searchsorted(table.keys, context[rows] << self.bits)
+        length = np.searchsorted(table.keys, (context[rows] + 1) << self.bits) - begin
+        rows = np.repeat(rows, length)  # (M,) one for each token that has followed, of all rows
         entries = np.arange(len(rows)) + np.repeat(begin - length.cumsum() + length, length)
-        symbols = keys[entries] & ((1 << self.bits) - 1)
-        count = numbers[entries] - ((symbols == answers[rows]) & without[rows])
-        discount = DISCOUNTS[np.minimum(count, 3)]
+        symbols = table.keys[entries] & ((1 << self.bits) - 1)
+        count = table.numbers[entries] - ((symbols == answers[rows]) & without[rows])
+        off = table.discounts[np.minimum(count, 3)]
         total = np.bincount(rows, count, len(p))  # (N,)
-        left = np.bincount(rows, discount, len(p))
+        left = np.bincount(rows, off, len(p))
         known = total > 0
         p[known] *= (left[known] / total[known]).astype(np.float32)[:, None]
-        share = ((count - discount) / np.maximum(total[rows], 1)).astype(np.float32)
-        p[rows, symbols] += share  # a pair occurs once
-
-    @staticmethod
-    def number(table, keys: np.ndarray) -> np.ndarray:
-        """The numbers that `table` has for these keys, 0 where it has none."""
-        place = np.searchsorted(table[0], keys).clip(max=len(table[0]) - 1)
-        return np.where(table[0][place] == keys, table[1][place], 0)
+        p[rows, symbols] += (count - off) / np.maximum(total[rows], 1)  # a pair occurs once

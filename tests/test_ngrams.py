@@ -10,7 +10,7 @@ import torch
 
 from config import UserError
 from data.dataset import IGNORED, TokenRows
-from ngrams import DISCOUNTS, NGrams
+from ngrams import NGrams, discounts_of
 
 IDS = [3, 5, 6, 9]  # those that occur: not all, and not from 0 on
 V = 12
@@ -52,28 +52,30 @@ def by_hand(documents, order: int, row: list[int], place: tuple[int, int], seen:
     """Kneser-Ney's probabilities after `row`, whose next token stands at `place`: (document, token)
     of the text, and is left out. Counted anew, in dictionaries, by the definition."""
 
-    def counts(k: int) -> Counter:
-        """Sequences of k + 1 tokens, but for those that end in `place`."""
+    def counts(k: int, left_out: tuple[int, int] | None) -> Counter:
+        """Sequences of k + 1 tokens, but for the one that ends where it is left out."""
         found: Counter = Counter()
         for d, document in enumerate(documents):
             for end in range(k, len(document)):
-                if (d, end) != place:
+                if (d, end) != left_out:
                     found[tuple(document[end - k : end + 1])] += 1
         return found
 
-    def kinds(k: int) -> Counter:
+    def kinds(k: int, left_out: tuple[int, int] | None) -> Counter:
         """For each sequence of k + 1 tokens, how many tokens are seen before it somewhere."""
-        return Counter(sequence[1:] for sequence in counts(k + 1))
+        return Counter(sequence[1:] for sequence in counts(k + 1, left_out))
 
     longest = min(order, seen)
     p = {token: 1 / len(IDS) for token in IDS}
     for k in range(longest + 1):
-        table = counts(k) if k == longest else kinds(k)
+        count = counts if k == longest else kinds
+        table = count(k, place)
+        discounts = discounts_of(np.array(list(count(k, None).values())))  # those of the whole text
         context = tuple(row[len(row) - k :])
         follow = {token: table[(*context, token)] for token in IDS}
         total = sum(follow.values())
         if total > 0:
-            off = {token: float(DISCOUNTS[min(n, 3)]) for token, n in follow.items()}
+            off = {token: float(discounts[min(n, 3)]) for token, n in follow.items()}
             left = sum(off.values())
             p = {t: (follow[t] - off[t] + left * p[t]) / total for t in IDS}
     return [p[token] for token in IDS]
@@ -101,6 +103,16 @@ def test_what_the_counts_expect_is_kneser_and_neys_without_the_place_itself(orde
     assert soft[..., others].abs().max() == 0
     sums = soft.sum(-1)
     assert torch.allclose(sums, (labels != IGNORED).float(), atol=1e-5)
+
+
+def test_discounts_are_those_of_chen_and_goodman():
+    """Their formulas, with numbers that give round results; and what KenLM takes without any."""
+    numbers = [1] * 60 + [2] * 20 + [3] * 10 + [4] * 5 + [7] * 3
+    share = 60 / (60 + 2 * 20)  # Y
+    expected = [0, 1 - 2 * share * 20 / 60, 2 - 3 * share * 10 / 20, 3 - 4 * share * 5 / 10]
+    assert discounts_of(np.array(numbers)).tolist() == pytest.approx(expected, abs=1e-6)
+    assert expected == pytest.approx([0, 0.6, 1.1, 1.8])
+    assert discounts_of(np.array([5, 9])).tolist() == [0, 0.5, 1, 1.5]
 
 
 def test_a_weight_mixes_the_counts_with_the_token_that_came():
