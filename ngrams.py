@@ -98,8 +98,8 @@ class NGrams:
         """What each target is to be: (B, T, V) fp32, aligned with labels (B, T); zeros where -100.
 
         `weight` of it is what the counts expect after the tokens of the row before it, and the rest
-        the label itself. That place is not among the counts that it is compared with: a sequence
-        that occurs once would have been followed by its label every time.
+        the label itself. The place itself is left out of the counts (Ney, Essen and Kneser 1995):
+        else a sequence that occurs once would always have been followed by its label.
         """
         B, T = labels.shape
         soft = np.zeros((B * T, self.vocab_size), np.float32)
@@ -126,9 +126,9 @@ class NGrams:
         for k in range(self.order + 1):
             is_longest = (seen == k) | ((seen > k) & (k == self.order))
             self.interpolate(p, self.counts[k], context, answers, is_longest, is_longest)
-            if k == self.order:
-                break
             has_more = seen > k
+            if k == self.order or not has_more.any():
+                break
             before = ids.ravel()[np.where(has_more, targets - k - 1, 0)]
             longer = before << k * self.bits | context
             alone = self.counts[k + 1].number(longer << self.bits | answers) == 1

@@ -139,6 +139,13 @@ def test_soft_labels_of_a_row_do_not_depend_on_its_batch():
     assert ngrams.soft_labels(input_ids, torch.full_like(labels, IGNORED), 0.5).abs().max() == 0
 
 
+def test_an_order_beyond_every_document_is_that_of_the_longest():
+    rows = rows_of([[3, 5], [3, 5, 6], [5, 6, 9]], max_seq_len=8)
+    input_ids, labels = batch_of(rows)
+    found = [NGrams(rows, V, order).soft_labels(input_ids, labels, 1.0) for order in (2, 5)]
+    assert torch.equal(*found)
+
+
 def test_what_cannot_be_counted_is_a_sentence(monkeypatch):
     rows = rows_of(documents_of(0), max_seq_len=8)
     NGrams(rows, V, order=20 - 1)  # four tokens and what is none of them: 3 bits each
