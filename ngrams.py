@@ -52,8 +52,9 @@ class NGrams:
     counts[k]  how often each sequence of k tokens and a next one occurs
     kinds[k]   how many different tokens stand before that sequence somewhere
 
-    A key is the k + 1 tokens as one int64, `bits` for each, the next one lowest: those that share
-    their first k tokens stand together in the sorted keys. Kneser and Ney's idea is `kinds`: what
+    A key is the k + 1 tokens as the digits of one int64, in a base of as many digits as there are
+    different tokens, the next one last: sequences that share their first k tokens stand together in
+    the sorted keys. Kneser and Ney's idea is `kinds`: what
     follows the last k tokens, where the last k + 1 are unknown, is what follows them in many
     places, not what follows them often in one. "Francisco" is frequent, but only after "San".
 
@@ -70,9 +71,9 @@ class NGrams:
             )
         tokens = np.asarray(rows.tokens)
         self.symbols = np.unique(tokens).astype(np.int64)  # ids that occur; below, their numbers
-        self.bits = len(self.symbols).bit_length()
+        self.base = max(2, len(self.symbols))
         self.vocab_size, self.order = vocab_size, order
-        longest = 62 // self.bits - 1
+        longest = next(k for k in range(63) if self.base ** (k + 2) >= 2**63)  # of keys that fit
         if order > longest:
             raise UserError(
                 f"--ngram_order={order}: with {len(self.symbols):,} different tokens in the text "
@@ -87,12 +88,11 @@ class NGrams:
         self.counts, self.kinds = [], []
         keys = np.zeros(len(text) + 1, np.int64)
         for k in tqdm(range(order + 1), "counting n-grams", leave=False, delay=2):
-            keys = (keys[:-1] << self.bits) | text[k:]  # one for each place, of k + 1 tokens
+            keys = keys[:-1] * self.base + text[k:]  # one for each place, of k + 1 tokens
             within = document[: len(keys)] == document[k:]
             self.counts.append(Table(keys[within]))
             if k > 0:
-                shorter = self.counts[k].keys & ((1 << k * self.bits) - 1)  # the first one left out
-                self.kinds.append(Table(shorter))
+                self.kinds.append(Table(self.counts[k].keys % self.base**k))  # without the first
 
     def soft_labels(self, input_ids: Tensor, labels: Tensor, weight: float) -> Tensor:
         """What each target is to be: (B, T, V) fp32, aligned with labels (B, T); zeros where -100.
@@ -130,8 +130,8 @@ class NGrams:
             if k == self.order or not has_more.any():
                 break
             before = ids.ravel()[np.where(has_more, targets - k - 1, 0)]
-            longer = before << k * self.bits | context
-            alone = self.counts[k + 1].number(longer << self.bits | answers) == 1
+            longer = before * self.base**k + context
+            alone = self.counts[k + 1].number(longer * self.base + answers) == 1
             self.interpolate(p, self.kinds[k], context, answers, has_more, alone & has_more)
             context = longer
         return p
@@ -140,11 +140,11 @@ class NGrams:
         """Refine the rows `chosen` of p (N, symbols), in place, by what `table` has for `context`,
         with 1 less for the answer in the rows `without`."""
         rows = np.flatnonzero(chosen)
-        begin = np.searchsorted(table.keys, context[rows] << self.bits)
-        length = np.searchsorted(table.keys, (context[rows] + 1) << self.bits) - begin
+        begin = np.searchsorted(table.keys, context[rows] * self.base)
+        length = np.searchsorted(table.keys, context[rows] * self.base + self.base) - begin
         rows = np.repeat(rows, length)  # (M,) one for each token that has followed, of all rows
         entries = np.arange(len(rows)) + np.repeat(begin - length.cumsum() + length, length)
-        symbols = table.keys[entries] & ((1 << self.bits) - 1)
+        symbols = table.keys[entries] % self.base
         count = table.numbers[entries] - ((symbols == answers[rows]) & without[rows])
         off = table.discounts[np.minimum(count, 3)]
         total = np.bincount(rows, count, len(p))  # (N,)

@@ -146,11 +146,26 @@ def test_an_order_beyond_every_document_is_that_of_the_longest():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("different", [1, 2, 3, 66, 120, 1024])
+def test_the_longest_order_fits_into_the_keys(different):
+    """A text that ends in a run of its last token, whose key is the largest there is."""
+    tokens = [*range(different), *[different - 1] * 80]
+    rows = rows_of([tokens], max_seq_len=len(tokens))
+    input_ids, labels = batch_of(rows)
+    order = 62
+    while max(different, 2) ** (order + 1) >= 2**63:
+        order -= 1
+    soft = NGrams(rows, different, order).soft_labels(input_ids, labels, 1.0)
+    assert torch.allclose(soft[0, 1:].sum(-1), torch.ones(len(tokens) - 1), atol=1e-5)
+    assert soft[0, -1].argmax() == different - 1 and soft[0, -1].max() > 0.9
+    with pytest.raises(UserError, match=f"at most {order}"):
+        NGrams(rows, different, order + 1)
+
+
 def test_what_cannot_be_counted_is_a_sentence(monkeypatch):
     rows = rows_of(documents_of(0), max_seq_len=8)
-    NGrams(rows, V, order=20 - 1)  # four tokens and what is none of them: 3 bits each
-    with pytest.raises(UserError, match="--ngram_order=20: with 4 different tokens .* at most 19"):
-        NGrams(rows, V, order=20)
+    with pytest.raises(UserError, match="--ngram_order=31: with 4 different tokens .* at most 30"):
+        NGrams(rows, V, order=31)  # 4 ** 32 is beyond an int64
     monkeypatch.setattr("ngrams.MOST_TOKENS", rows.num_tokens - 1)
     with pytest.raises(UserError, match="small texts, of .* tokens at most, and this has"):
         NGrams(rows, V, order=3)
