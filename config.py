@@ -98,10 +98,10 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     ngram_weight: float = 0.0
     """Share of each target, at the first step, that is what counts of the training text expect and
-    not the one token that came (ngrams.py): so a small text teaches more. 0: that token alone. The
-    training loss shown is the cross entropy with these mixtures."""
+    not the one token that came (ngrams.py): so a small text teaches more. 0: that token alone, all
+    the time. The training loss shown is the cross entropy with these mixtures."""
     ngram_last_weight: float = 0.0
-    """That share at the last step; it gets there in a straight line."""
+    """That share at the last step; it gets there in a straight line, if ngram_weight is not 0."""
     ngram_order: int = 6
     """How many tokens before a target those counts look at."""
     batch_size: int = 16

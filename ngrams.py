@@ -63,11 +63,11 @@ class NGrams:
 
     def __init__(self, rows: TokenRows, vocab_size: int, order: int):
         if rows.is_chat:
-            raise UserError("--ngram_weight is for texts, and these are chats: leave it out")
+            raise UserError("--ngram_weight is for texts, and these are chats: set it to 0")
         if rows.num_tokens > MOST_TOKENS:
             raise UserError(
                 f"--ngram_weight is for small texts, of {MOST_TOKENS:,} tokens at most, and this "
-                f"has {rows.num_tokens:,}: leave it out"
+                f"has {rows.num_tokens:,}: set it to 0"
             )
         tokens = np.asarray(rows.tokens)
         self.symbols = np.unique(tokens).astype(np.int64)  # ids that occur; below, their numbers

@@ -358,7 +358,7 @@ def load_rows(
 def softener(config: TrainConfig, rows: TokenRows, vocab_size: int) -> Callable | None:
     """What makes soft labels of micro-batch g (ngrams.py), (g, input_ids, labels) -> (B, T, V)."""
     first, last = config.ngram_weight, config.ngram_last_weight
-    if first == last == 0:
+    if first == 0:
         return None
     ngrams = NGrams(rows, vocab_size, config.ngram_order)
 
