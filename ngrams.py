@@ -15,140 +15,168 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import UserError
-from data.dataset import IGNORED, TokenRows
+from data.dataset import TokenRows
 
-MOST_TOKENS = 2**24  # of a text: its counts take some 16 bytes a token and order
+MOST_ENTRIES = 2**28  # tokens of the text times different ones: 1 GiB of probabilities
 FEW_DISCOUNTS = [0.5, 1.0, 1.5]  # where there are too few counts to estimate them, as in KenLM
+PLACES_AT_ONCE = 2**12  # of the text: what is computed for them should fit into a cache
+
+
+class NGrams:
+    """What smoothed counts of up to `order` tokens and the one that follows expect, in a text.
+
+    symbols    (S,) int64: the ids that occur, ascending. Below, a token is its number among them
+    expected   (N, S) fp32: for each of the N tokens of the text the probabilities of what stands
+               there, after those before it in its row. That place itself is left out of the counts
+               (Ney, Essen and Kneser 1995): else a sequence that occurs once would have been
+               followed by its label every time.
+
+    From shorter contexts to longer ones, a count less its discount, and what the discounts leave
+    shared out as the context shorter by one expects. Only for the longest context it counts how
+    often a token followed; for shorter ones, by Kneser and Ney, behind how many different tokens
+    context and token stood together. What follows an unknown sequence is what follows in many
+    places: "Francisco" is frequent, but after "San" only.
+
+    Raises UserError for chats, for a text that is too long, and for an order whose sequences do not
+    fit into an int64.
+    """
+
+    def __init__(self, rows: TokenRows, vocab_size: int, order: int):
+        if rows.is_chat:
+            raise UserError("--ngram_weight is for texts, and these are chats: set it to 0")
+        tokens = np.asarray(rows.tokens)
+        self.rows, self.vocab_size = rows, vocab_size
+        self.symbols = np.unique(tokens).astype(np.int64)
+        N, S = len(tokens), len(self.symbols)
+        if N * S > MOST_ENTRIES:
+            raise UserError(
+                f"--ngram_weight is for small texts, and this has {N:,} tokens, {S:,} of them "
+                f"different; their product may be {MOST_ENTRIES:,} at most: set it to 0"
+            )
+        base = max(2, S)
+        longest = next(k for k in range(63) if base ** (k + 2) >= 2**63)
+        if order > longest:
+            raise UserError(
+                f"--ngram_order={order}: with {S:,} different tokens in the text it must be at "
+                f"most {longest}"
+            )
+        text = np.searchsorted(self.symbols, tokens)  # (N,)
+        seen, depth = tokens_before(rows)
+        self.expected = np.full((N, S), 1 / S, np.float32)
+        keys = text.copy()  # (N,): a token and the k before it, as digits, the token last
+        counts = Table(keys, base)
+        entry = counts.entry  # (N,): of the sequence that ends at each place
+        for k in tqdm(range(order + 1), "counting n-grams", leave=False, delay=1):
+            longest_here = np.flatnonzero((seen == k) | ((seen > k) & (k == order)))
+            self.refine(longest_here, counts, entry[longest_here], without=1)
+            shorter_here = np.flatnonzero(seen > k)
+            if k == order or len(shorter_here) == 0:
+                break
+            keys[k + 1 :] += text[: -k - 1] * base ** (k + 1)
+            is_whole = depth > k  # the k + 1 tokens before are of the same document
+            counts = Table(keys[is_whole], base)
+            entry = np.zeros(N, np.int64)
+            entry[is_whole] = counts.entry
+            kinds = Table(counts.keys % base ** (k + 1), base)
+            once = counts.numbers == 1  # without its place a kind less
+            longer = entry[shorter_here]
+            self.refine(shorter_here, kinds, kinds.entry[longer], without=once[longer])
+
+    def refine(self, places: np.ndarray, table: "Table", entry: np.ndarray, without) -> None:
+        """Interpolate `expected` at `places` (n,) of the text with `table`, whose `entry` (n,) is
+        the context and the token there, and counts `without` (n,) less: 0 or 1."""
+        without = np.broadcast_to(without, places.shape).astype(np.int64)
+        for start in range(0, len(places), PLACES_AT_ONCE):
+            now = slice(start, start + PLACES_AT_ONCE)
+            context = table.context[entry[now]]
+            total = table.total[context] - without[now]
+            known = total > 0
+            place, own, context, total = (
+                places[now][known],
+                entry[now][known],
+                context[known],
+                total[known],
+            )
+            less = np.where(
+                without[now][known] == 1, table.kept[own] - table.kept_of_one_less[own], 0
+            )
+            left = total - table.kept_total[context] + less
+            # all tokens that have followed: (m,) for all n places
+            length = table.length[context]
+            of = np.repeat(np.arange(len(place)), length)
+            first = table.begin[context] - (length.cumsum() - length)
+            followed = np.arange(len(of)) + np.repeat(first, length)
+            p = self.expected[place] * (left / total)[:, None].astype(np.float32)  # (n, S)
+            p[of, table.token[followed]] += table.kept[followed] / total[of]
+            p[np.arange(len(place)), table.token[own]] -= less / total
+            self.expected[place] = p
+
+    def soft_labels(self, chosen: np.ndarray, shape: tuple[int, int], weight: float) -> Tensor:
+        """What each target of a batch of these rows is to be: (B, T, V) fp32, beside labels of that
+        shape (B, T), and zeros where there is no target. `chosen` (at most B,): numbers of rows, -1
+        for one of padding.
+
+        `weight` of it is what the counts expect, and the rest the label itself.
+        """
+        soft = np.zeros((*shape, self.vocab_size), np.float32)
+        for b, row in enumerate(chosen):
+            if row >= 0:
+                start, length = int(self.rows.starts[row]), int(self.rows.lengths[row])
+                labels = self.rows.tokens[start + 1 : start + length]  # position 0 is no target
+                targets = soft[b, 1:length]  # (length - 1, V)
+                targets[:, self.symbols] = weight * self.expected[start + 1 : start + length]
+                targets[np.arange(length - 1), labels] += 1 - weight
+        return torch.from_numpy(soft)
 
 
 class Table:
-    """How often each key occurs among `keys`, and what is to be taken off such a number."""
+    """Sequences of tokens, as numbers whose last digit in `base` is the last token.
 
-    def __init__(self, keys: np.ndarray):
-        self.keys, self.numbers = np.unique(keys, return_counts=True)  # sorted, and int64
-        self.discounts = discounts_of(self.numbers)
+    entry[i]                  which entry sequence i is
+    keys, numbers, token      of each entry: itself, how often it occurs, its last token
+    kept, kept_of_one_less    numbers less their discounts, and what it were for one less
+    context                   of each entry, the number of all its tokens but the last
+    begin, length             of each context, where its entries stand
+    total, kept_total         of each context, the sums of numbers and of kept
+    """
 
-    def number(self, keys: np.ndarray) -> np.ndarray:
-        """The numbers of these keys, 0 where there is none."""
-        place = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
-        return np.where(self.keys[place] == keys, self.numbers[place], 0)
+    def __init__(self, sequences: np.ndarray, base: int):
+        self.keys, self.entry, self.numbers = np.unique(
+            sequences, return_inverse=True, return_counts=True
+        )
+        self.token = self.keys % base
+        discounts = discounts_of(self.numbers)
+        one_less = self.numbers - 1
+        self.kept = self.numbers - discounts[np.minimum(self.numbers, 3)]
+        self.kept_of_one_less = one_less - discounts[np.minimum(one_less, 3)]
+        before = self.keys // base
+        is_first = np.append(True, before[1:] != before[:-1])
+        self.context = is_first.cumsum() - 1
+        self.begin = np.flatnonzero(is_first)
+        self.length = np.diff(np.append(self.begin, len(self.keys)))
+        self.total = np.add.reduceat(self.numbers, self.begin)
+        self.kept_total = np.add.reduceat(self.kept, self.begin)
 
 
 def discounts_of(numbers: np.ndarray) -> np.ndarray:
-    """What to take off a number of 0, 1, 2, and 3 or more: (4,) fp32. Chen and Goodman 1999,
-    section 3, estimate how much less often such sequences come in another text of this kind."""
+    """What to take off a number of 0, 1, 2, and 3 or more: (4,). Chen and Goodman 1999, section 3,
+    estimate how much less often such sequences come in another text of this kind."""
     once, twice, thrice, four = (int((numbers == n).sum()) for n in (1, 2, 3, 4))
     off = FEW_DISCOUNTS
     if min(once, twice, thrice, four) > 0:
         share = once / (once + 2 * twice)
         ratios = (twice / once, thrice / twice, four / thrice)
         off = [max(0.0, n - (n + 1) * share * r) for n, r in zip((1, 2, 3), ratios, strict=True)]
-    return np.array([0.0, *off], np.float32)
+    return np.array([0.0, *off])
 
 
-class NGrams:
-    """Smoothed counts of up to `order` tokens and the one that follows, in texts, not in chats.
-
-    counts[k]  how often each sequence of k tokens and a next one occurs
-    kinds[k]   how many different tokens stand before that sequence somewhere
-
-    A key is the k + 1 tokens as the digits of one int64, in a base of as many digits as there are
-    different tokens, the next one last: sequences that share their first k tokens stand together in
-    the sorted keys. Kneser and Ney's idea is `kinds`: what
-    follows the last k tokens, where the last k + 1 are unknown, is what follows them in many
-    places, not what follows them often in one. "Francisco" is frequent, but only after "San".
-
-    Raises UserError for a text that is too long, or an order that does not fit into a key.
-    """
-
-    def __init__(self, rows: TokenRows, vocab_size: int, order: int):
-        if rows.is_chat:
-            raise UserError("--ngram_weight is for texts, and these are chats: set it to 0")
-        if rows.num_tokens > MOST_TOKENS:
-            raise UserError(
-                f"--ngram_weight is for small texts, of {MOST_TOKENS:,} tokens at most, and this "
-                f"has {rows.num_tokens:,}: set it to 0"
-            )
-        tokens = np.asarray(rows.tokens)
-        self.symbols = np.unique(tokens).astype(np.int64)  # ids that occur; below, their numbers
-        self.base = max(2, len(self.symbols))
-        self.vocab_size, self.order = vocab_size, order
-        longest = next(k for k in range(63) if self.base ** (k + 2) >= 2**63)  # of keys that fit
-        if order > longest:
-            raise UserError(
-                f"--ngram_order={order}: with {len(self.symbols):,} different tokens in the text "
-                f"it must be at most {longest}"
-            )
-        text = np.searchsorted(self.symbols, tokens)  # int64
-        ends = rows.starts + rows.lengths
-        goes_on = rows.starts[1:] == ends[:-1] - 1  # two rows of a document share a token
-        is_first = np.zeros(len(text), np.int64)  # of a document
-        is_first[rows.starts[np.append(True, ~goes_on)]] = 1
-        document = is_first.cumsum()
-        self.counts, self.kinds = [], []
-        keys = np.zeros(len(text) + 1, np.int64)
-        for k in tqdm(range(order + 1), "counting n-grams", leave=False, delay=2):
-            keys = keys[:-1] * self.base + text[k:]  # one for each place, of k + 1 tokens
-            within = document[: len(keys)] == document[k:]
-            self.counts.append(Table(keys[within]))
-            if k > 0:
-                self.kinds.append(Table(self.counts[k].keys % self.base**k))  # without the first
-
-    def soft_labels(self, input_ids: Tensor, labels: Tensor, weight: float) -> Tensor:
-        """What each target is to be: (B, T, V) fp32, aligned with labels (B, T); zeros where -100.
-
-        `weight` of it is what the counts expect after the tokens of the row before it, and the rest
-        the label itself. The place itself is left out of the counts (Ney, Essen and Kneser 1995):
-        else a sequence that occurs once would always have been followed by its label.
-        """
-        B, T = labels.shape
-        soft = np.zeros((B * T, self.vocab_size), np.float32)
-        targets = np.flatnonzero(labels.numpy() != IGNORED)  # (N,) places in B * T
-        if len(targets):
-            # (B, T); pads stand behind the targets, so what number they get does not matter
-            ids = np.searchsorted(self.symbols, input_ids.numpy())
-            expected = self.expected(ids, targets)  # (N, symbols)
-            soft[targets[:, None], self.symbols] = weight * expected
-            soft[targets, labels.numpy().ravel()[targets]] += 1 - weight
-        return torch.from_numpy(soft).view(B, T, -1)
-
-    def expected(self, ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Probabilities of the next symbol at `targets`, places in ids (B, T): (N, symbols) fp32.
-
-        From shorter contexts to longer ones, a sequence's count less its discount, and what the
-        discounts leave shared out as the context shorter by one expects. Where the row has no more
-        tokens, or the order is reached, `counts` say how often; before that `kinds` do.
-        """
-        seen = targets % ids.shape[1]  # (N,) tokens of the row before the target
-        answers = ids.ravel()[targets]
-        p = np.full((len(targets), len(self.symbols)), 1 / len(self.symbols), np.float32)
-        context = np.zeros_like(targets)  # (N,) the last k tokens
-        for k in range(self.order + 1):
-            is_longest = (seen == k) | ((seen > k) & (k == self.order))
-            self.interpolate(p, self.counts[k], context, answers, is_longest, is_longest)
-            has_more = seen > k
-            if k == self.order or not has_more.any():
-                break
-            before = ids.ravel()[np.where(has_more, targets - k - 1, 0)]
-            longer = before * self.base**k + context
-            alone = self.counts[k + 1].number(longer * self.base + answers) == 1
-            self.interpolate(p, self.kinds[k], context, answers, has_more, alone & has_more)
-            context = longer
-        return p
-
-    def interpolate(self, p, table: Table, context, answers, chosen, without) -> None:
-        """Refine the rows `chosen` of p (N, symbols), in place, by what `table` has for `context`,
-        with 1 less for the answer in the rows `without`."""
-        rows = np.flatnonzero(chosen)
-        begin = np.searchsorted(table.keys, context[rows] * self.base)
-        length = np.searchsorted(table.keys, context[rows] * self.base + self.base) - begin
-        rows = np.repeat(rows, length)  # (M,) one for each token that has followed, of all rows
-        entries = np.arange(len(rows)) + np.repeat(begin - length.cumsum() + length, length)
-        symbols = table.keys[entries] % self.base
-        count = table.numbers[entries] - ((symbols == answers[rows]) & without[rows])
-        off = table.discounts[np.minimum(count, 3)]
-        total = np.bincount(rows, count, len(p))  # (N,)
-        left = np.bincount(rows, off, len(p))
-        known = total > 0
-        p[known] *= (left[known] / total[known]).astype(np.float32)[:, None]
-        p[rows, symbols] += (count - off) / np.maximum(total[rows], 1)  # a pair occurs once
+def tokens_before(rows: TokenRows) -> tuple[np.ndarray, np.ndarray]:
+    """For each token of the text, how many stand before it in the row whose target it is, and in
+    its document: (N,) int64 each. Two rows of a document share a token, and only one's target."""
+    place = np.arange(rows.num_tokens)
+    targets = rows.lengths.astype(np.int64) - 1  # of each row: all but its first token
+    within = np.arange(targets.sum()) - np.repeat(targets.cumsum() - targets, targets) + 1
+    seen = np.zeros_like(place)
+    seen[np.repeat(rows.starts, targets) + within] = within
+    begins = np.where(seen == 0, place, 0)  # no row's target: the first of a document
+    return seen, place - np.maximum.accumulate(begins)

@@ -356,16 +356,16 @@ def load_rows(
 
 
 def softener(config: TrainConfig, rows: TokenRows, vocab_size: int) -> Callable | None:
-    """What makes soft labels of micro-batch g (ngrams.py), (g, input_ids, labels) -> (B, T, V)."""
+    """What makes the soft labels of a batch (ngrams.py), (g, rows, (B, T)) -> (B, T, V)."""
     first, last = config.ngram_weight, config.ngram_last_weight
     if first == 0:
         return None
     ngrams = NGrams(rows, vocab_size, config.ngram_order)
 
-    def soften(g: int, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def soften(g: int, chosen: np.ndarray, shape: tuple[int, int]) -> Tensor:
         progress = g // config.grad_accum / config.max_steps
         weight = first + (last - first) * min(progress, 1.0)
-        return ngrams.soft_labels(input_ids, labels, weight)
+        return ngrams.soft_labels(chosen, shape, weight)
 
     return soften
 
@@ -486,7 +486,7 @@ def compile_ahead(forward: torch.nn.Module, batches: Batches, machine: Machine) 
         labels = torch.full_like(input_ids, -100)
         tensors = {"input_ids": input_ids, "labels": labels}
         if batches.soften is not None:
-            tensors["soft_labels"] = batches.soften(0, input_ids, labels)
+            tensors["soft_labels"] = batches.soften(0, np.array([-1]), shape)
         tensors = {name: machine.move(tensor) for name, tensor in tensors.items()}
         # One graph for all: not dynamic=True, for which eps is a variable too. (FSDP's blocks are
         # compiled one by one, and get there by their second shape.)

@@ -32,8 +32,8 @@ class Batches:
 
     batches[g]      {"input_ids": int64 (B, T), "labels": int64 (B, T)}, CPU tensors: this rank's
                     rows of global micro-batch g, counted from 0 over all epochs; "num_tokens", the
-                    real tokens in them; with `soften` also "soft_labels", that function of
-                    (g, input_ids, labels)
+                    real tokens in them; with `soften` also "soft_labels", that function of g, the
+                    numbers of its rows here and (B, T)
     per_epoch       global micro-batches in an epoch, the same in each
     shapes          every (B, T) that can occur here
     padding         share of an epoch's positions that hold no token (all ranks)
@@ -58,7 +58,7 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
-        soften: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        soften: Callable[[int, np.ndarray, tuple[int, int]], torch.Tensor] | None = None,
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size ({batch_size}) must be at least 1")
@@ -95,7 +95,7 @@ class Batches:
                 num_tokens += len(row_ids)
         tensors = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.soften is not None:
-            tensors["soft_labels"] = self.soften(g, tensors["input_ids"], tensors["labels"])
+            tensors["soft_labels"] = self.soften(g, mine, shape)
         return tensors | {"num_tokens": num_tokens}
 
     def rows_of(self, g: int) -> np.ndarray:

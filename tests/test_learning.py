@@ -134,7 +134,7 @@ def test_soft_labels_teach_more_of_the_same_text():
             chosen = np.random.default_rng(step).choice(size, 8)
             ids = torch.stack([torch.from_numpy(rows[i][0]) for i in chosen])
             labels = torch.stack([torch.from_numpy(rows[i][1]) for i in chosen])
-            return ids, labels, ngrams.soft_labels(ids, labels, weight)
+            return ids, labels, ngrams.soft_labels(chosen, (8, T), weight)
 
         _, model = learn(some_rows, 60, optimizer="muon", learning_rate=1e-2, momentum=0.8)
         with torch.no_grad():

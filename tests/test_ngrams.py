@@ -37,15 +37,13 @@ def documents_of(seed: int) -> list[list[int]]:
     return [rng.choices(IDS, weights, k=rng.randint(2, 30)) for _ in range(6)]
 
 
-def batch_of(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows, right-padded."""
-    longest = int(rows.lengths.max())
-    input_ids = torch.full((len(rows), longest), PAD)
-    labels = torch.full((len(rows), longest), IGNORED)
+def soft_labels(rows: TokenRows, order: int, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(labels, soft labels) of all rows as one batch."""
+    shape = len(rows), int(rows.lengths.max())
+    labels = torch.full(shape, IGNORED)
     for i in range(len(rows)):
-        ids, targets = (torch.from_numpy(part) for part in rows[i])
-        input_ids[i, : len(ids)], labels[i, : len(ids)] = ids, targets
-    return input_ids, labels
+        labels[i, : rows.lengths[i]] = torch.from_numpy(rows[i][1])
+    return labels, NGrams(rows, V, order).soft_labels(np.arange(len(rows)), shape, weight)
 
 
 def by_hand(documents, order: int, row: list[int], place: tuple[int, int], seen: int) -> list:
@@ -83,26 +81,28 @@ def by_hand(documents, order: int, row: list[int], place: tuple[int, int], seen:
 
 @pytest.mark.parametrize("order", [1, 2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_the_counts_expect_is_kneser_and_neys_without_the_place_itself(order, seed):
+@pytest.mark.parametrize("at_once", [3, 1000])
+def test_what_the_counts_expect_is_kneser_and_neys_without_the_place_itself(
+    order, seed, at_once, monkeypatch
+):
+    monkeypatch.setattr("ngrams.PLACES_AT_ONCE", at_once)
     documents = documents_of(seed)
     rows = rows_of(documents, max_seq_len=8)
-    input_ids, labels = batch_of(rows)
-    soft = NGrams(rows, V, order).soft_labels(input_ids, labels, weight=1.0)
+    labels, soft = soft_labels(rows, order, weight=1.0)
     assert soft.dtype == torch.float32 and soft.shape == (*labels.shape, V)
 
     place_of = [(d, i) for d, document in enumerate(documents) for i in range(len(document))]
     compared = 0
     for b in range(len(rows)):
         for t in range(1, int(rows.lengths[b])):
-            row = input_ids[b, :t].tolist()
+            row = rows[b][0][:t].tolist()
             expected = by_hand(documents, order, row, place_of[rows.starts[b] + t], seen=t)
             assert soft[b, t, IDS].tolist() == pytest.approx(expected, abs=1e-6), (b, t)
             compared += 1
     assert compared == sum(len(document) - 1 for document in documents)
     others = [token for token in range(V) if token not in IDS]
     assert soft[..., others].abs().max() == 0
-    sums = soft.sum(-1)
-    assert torch.allclose(sums, (labels != IGNORED).float(), atol=1e-5)
+    assert torch.allclose(soft.sum(-1), (labels != IGNORED).float(), atol=1e-5)
 
 
 def test_discounts_are_those_of_chen_and_goodman():
@@ -117,45 +117,39 @@ def test_discounts_are_those_of_chen_and_goodman():
 
 def test_a_weight_mixes_the_counts_with_the_token_that_came():
     rows = rows_of(documents_of(2), max_seq_len=8)
-    input_ids, labels = batch_of(rows)
-    labels[2] = IGNORED
-    ngrams = NGrams(rows, V, order=3)
-    counted = ngrams.soft_labels(input_ids, labels, weight=1.0)
+    labels, counted = soft_labels(rows, 3, weight=1.0)
     hard = torch.nn.functional.one_hot(labels.clamp(min=0), V) * (labels != IGNORED)[..., None]
     for weight in (0.0, 0.3):
-        mixed = ngrams.soft_labels(input_ids, labels, weight)
+        _, mixed = soft_labels(rows, 3, weight)
         assert torch.allclose(mixed, weight * counted + (1 - weight) * hard, atol=1e-6)
 
 
 def test_soft_labels_of_a_row_do_not_depend_on_its_batch():
     rows = rows_of(documents_of(3), max_seq_len=8)
-    input_ids, labels = batch_of(rows)
     ngrams = NGrams(rows, V, order=3)
-    together = ngrams.soft_labels(input_ids, labels, 0.5)
-    for b in range(len(rows)):
-        length = int(rows.lengths[b])
-        alone = ngrams.soft_labels(input_ids[b : b + 1, :length], labels[b : b + 1, :length], 0.5)
-        assert torch.equal(together[b, :length], alone[0])
-    assert ngrams.soft_labels(input_ids, torch.full_like(labels, IGNORED), 0.5).abs().max() == 0
+    chosen = np.array([2, -1, 0])  # as a rank's part of a batch: one of padding, and one missing
+    found = ngrams.soft_labels(chosen, (4, 9), 0.5)
+    for b, row in ((0, 2), (2, 0)):
+        alone = ngrams.soft_labels(np.array([row]), (1, 9), 0.5)
+        assert torch.equal(found[b], alone[0]) and alone.sum() > 0
+    assert found[[1, 3]].abs().max() == 0
 
 
 def test_an_order_beyond_every_document_is_that_of_the_longest():
-    rows = rows_of([[3, 5], [3, 5, 6], [5, 6, 9]], max_seq_len=8)
-    input_ids, labels = batch_of(rows)
-    found = [NGrams(rows, V, order).soft_labels(input_ids, labels, 1.0) for order in (2, 5)]
+    rows = rows_of([[3, 5], [3, 5, 6], [5, 6, 9], [3]], max_seq_len=8)
+    found = [soft_labels(rows, order, 1.0)[1] for order in (2, 5)]
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("different", [1, 2, 3, 66, 120, 1024])
-def test_the_longest_order_fits_into_the_keys(different):
-    """A text that ends in a run of its last token, whose key is the largest there is."""
+def test_the_longest_order_fits_into_an_int64(different):
+    """A text that ends in a run of its last token, whose number is the largest there is."""
     tokens = [*range(different), *[different - 1] * 80]
     rows = rows_of([tokens], max_seq_len=len(tokens))
-    input_ids, labels = batch_of(rows)
     order = 62
     while max(different, 2) ** (order + 1) >= 2**63:
         order -= 1
-    soft = NGrams(rows, different, order).soft_labels(input_ids, labels, 1.0)
+    soft = NGrams(rows, different, order).soft_labels(np.array([0]), (1, len(tokens)), 1.0)
     assert torch.allclose(soft[0, 1:].sum(-1), torch.ones(len(tokens) - 1), atol=1e-5)
     assert soft[0, -1].argmax() == different - 1 and soft[0, -1].max() > 0.9
     with pytest.raises(UserError, match=f"at most {order}"):
@@ -166,8 +160,8 @@ def test_what_cannot_be_counted_is_a_sentence(monkeypatch):
     rows = rows_of(documents_of(0), max_seq_len=8)
     with pytest.raises(UserError, match="--ngram_order=31: with 4 different tokens .* at most 30"):
         NGrams(rows, V, order=31)  # 4 ** 32 is beyond an int64
-    monkeypatch.setattr("ngrams.MOST_TOKENS", rows.num_tokens - 1)
-    with pytest.raises(UserError, match="small texts, of .* tokens at most, and this has"):
+    monkeypatch.setattr("ngrams.MOST_ENTRIES", rows.num_tokens * 4 - 1)
+    with pytest.raises(UserError, match="small texts, and this has .* tokens, 4 of them different"):
         NGrams(rows, V, order=3)
     chats = dataclasses.replace(rows, supervised=np.ones(len(rows.tokens), np.uint8))
     with pytest.raises(UserError, match="these are chats"):

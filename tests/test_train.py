@@ -14,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -477,14 +478,11 @@ def test_the_share_of_the_counts_falls_in_a_straight_line_over_the_run(corpus):
     options = {"ngram_weight": 0.9, "ngram_last_weight": 0.1, "ngram_order": 2, "max_steps": 8}
     config = TrainConfig(data=str(corpus), max_seq_len=24, grad_accum=2, **options)
     rows, _, _ = train.load_rows(config, train.Tokenizer.load("bytes"))
-    batch = Batches(rows, 4, 24, seed=0)[0]
-    tensors = batch["input_ids"], batch["labels"]
-    counted = train.NGrams(rows, 320, order=2).soft_labels(*tensors, weight=1.0)
-    hard = train.NGrams(rows, 320, order=2).soft_labels(*tensors, weight=0.0)
+    batch = np.arange(4), (4, 24)
+    hard, counted = (train.NGrams(rows, 320, order=2).soft_labels(*batch, w) for w in (0.0, 1.0))
     soften = train.softener(config, rows, 320)
     for g, share in ((0, 0.9), (1, 0.9), (8, 0.5), (16, 0.1), (50, 0.1)):  # two a step
-        expected = share * counted + (1 - share) * hard
-        torch.testing.assert_close(soften(g, *tensors), expected)
+        torch.testing.assert_close(soften(g, *batch), share * counted + (1 - share) * hard)
     assert train.softener(TrainConfig(), rows, 320) is None
 
 
