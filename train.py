@@ -493,9 +493,15 @@ def compile_ahead(forward: torch.nn.Module, batches: Batches, machine: Machine) 
         if len(batches.shapes) > 1:
             for tensor in tensors.values():
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 1])
-        with machine.autocast():
-            loss_sum, _ = forward(**tensors)
-        loss_sum.backward()
+        try:
+            with machine.autocast():
+                loss_sum, _ = forward(**tensors)
+            loss_sum.backward()
+        except torch._dynamo.exc.BackendCompilerFailed as error:  # no C++ compiler, say
+            why = str(error.inner_exception).partition("\n")[0]
+            raise UserError(
+                f"torch.compile cannot compile here ({why}); --compile=False trains without it"
+            ) from error
     forward.zero_grad()
 
 

@@ -499,6 +499,18 @@ def test_inv14_a_compiled_run_writes_the_checkpoint_of_a_plain_one(corpus, monke
     run(corpus, "out/plain", "--max_steps=3", "--resume=True", "--compile=True")
 
 
+def test_where_nothing_can_be_compiled_the_mend_is_named(corpus, capsys, monkeypatch):
+    def backend(graph, inputs):
+        raise RuntimeError("no C++ compiler")
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend=backend))
+    flags = [f"--data={corpus}", "--out_dir=out", *SHAPE, *QUICK, "--compile=True"]
+    said = failure(capsys, *flags)
+    assert "no C++ compiler" in said and "--compile=False trains without it" in said
+    assert not Path("out").exists()
+
+
 # ------------------------------------------------------------------------------------- mistakes
 
 
