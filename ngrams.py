@@ -41,7 +41,7 @@ class NGrams:
     fit into an int64.
     """
 
-    def __init__(self, rows: TokenRows, vocab_size: int, order: int):
+    def __init__(self, rows: TokenRows, vocab_size: int, order: int, progress: bool = True):
         if rows.is_chat:
             raise UserError("--ngram_weight is for texts, and these are chats: set it to 0")
         tokens = np.asarray(rows.tokens)
@@ -66,12 +66,13 @@ class NGrams:
         keys = text.copy()  # (N,): a token and the k before it, as digits, the token last
         counts = Table(keys, base)
         entry = counts.entry  # (N,): of the sequence that ends at each place
-        for k in tqdm(range(order + 1), "counting n-grams", leave=False, delay=1):
+        bar = tqdm(range(order + 1), "counting n-grams", leave=False, delay=1, disable=not progress)
+        for k in bar:
             longest_here = np.flatnonzero((seen == k) | ((seen > k) & (k == order)))
             self.refine(longest_here, counts, entry[longest_here], without=1)
             shorter_here = np.flatnonzero(seen > k)
             if k == order or len(shorter_here) == 0:
-                break
+                continue
             keys[k + 1 :] += text[: -k - 1] * base ** (k + 1)
             is_whole = depth > k  # the k + 1 tokens before are of the same document
             counts = Table(keys[is_whole], base)
@@ -85,23 +86,17 @@ class NGrams:
     def refine(self, places: np.ndarray, table: "Table", entry: np.ndarray, without) -> None:
         """Interpolate `expected` at `places` (n,) of the text with `table`, whose `entry` (n,) is
         the context and the token there, and counts `without` (n,) less: 0 or 1."""
-        without = np.broadcast_to(without, places.shape).astype(np.int64)
+        without = np.broadcast_to(without, places.shape)
+        known = table.total[table.context[entry]] > without  # else nothing else has followed
+        places, entry, without = places[known], entry[known], without[known]
         for start in range(0, len(places), PLACES_AT_ONCE):
             now = slice(start, start + PLACES_AT_ONCE)
-            context = table.context[entry[now]]
+            place, own = places[now], entry[now]
+            context = table.context[own]
             total = table.total[context] - without[now]
-            known = total > 0
-            place, own, context, total = (
-                places[now][known],
-                entry[now][known],
-                context[known],
-                total[known],
-            )
-            less = np.where(
-                without[now][known] == 1, table.kept[own] - table.kept_of_one_less[own], 0
-            )
+            less = (table.kept[own] - table.kept_of_one_less[own]) * without[now]
             left = total - table.kept_total[context] + less
-            # all tokens that have followed: (m,) for all n places
+            # All tokens that have followed, of the first place, of the second, ...: (m,) in all.
             length = table.length[context]
             of = np.repeat(np.arange(len(place)), length)
             first = table.begin[context] - (length.cumsum() - length)

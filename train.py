@@ -106,7 +106,7 @@ def train_run(config: TrainConfig, lock: checkpoint.RunLock) -> None:
     size = (config.batch_size, config.max_seq_len)
     ranks: dict = {"rank": machine.rank, "world_size": machine.world_size}
     num_logits = model.config.vocab_size if model else padded(tokenizer.vocab_size)
-    soften = softener(config, train_rows, num_logits)
+    soften = softener(config, train_rows, num_logits, progress=machine.is_main)
     train_batches = Batches(train_rows, *size, seed=config.seed, soften=soften, **ranks)
     val_batches = Batches(val_rows, *size, seed=0, shuffle=False, **ranks)
 
@@ -355,16 +355,18 @@ def load_rows(
     return train_rows, val_rows, floor
 
 
-def softener(config: TrainConfig, rows: TokenRows, vocab_size: int) -> Callable | None:
+def softener(
+    config: TrainConfig, rows: TokenRows, vocab_size: int, progress: bool = False
+) -> Callable | None:
     """What makes the soft labels of a batch (ngrams.py), (g, rows, (B, T)) -> (B, T, V)."""
     first, last = config.ngram_weight, config.ngram_last_weight
     if first == 0:
         return None
-    ngrams = NGrams(rows, vocab_size, config.ngram_order)
+    ngrams = NGrams(rows, vocab_size, config.ngram_order, progress)
 
     def soften(g: int, chosen: np.ndarray, shape: tuple[int, int]) -> Tensor:
-        progress = g // config.grad_accum / config.max_steps
-        weight = first + (last - first) * min(progress, 1.0)
+        done = g // config.grad_accum / config.max_steps
+        weight = first + (last - first) * min(done, 1.0)
         return ngrams.soft_labels(chosen, shape, weight)
 
     return soften

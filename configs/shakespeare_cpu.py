@@ -25,15 +25,18 @@ num_attention_heads = 3
 num_key_value_heads = 1
 intermediate_size = 512
 
-max_steps = 1400
+max_steps = 800
 batch_size = 8
 optimizer = "muon"
 learning_rate = 1e-2
 embedding_learning_rate = 3e-3
 momentum = 0.9
 warmup_steps = 100
+ngram_weight = 0.9
+ngram_last_weight = 0.3
+ngram_order = 7
 dtype = "bf16"
 compile = True
 
-eval_every = 200
-save_every = 1400
+eval_every = 100
+save_every = 800

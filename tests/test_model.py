@@ -279,6 +279,31 @@ def test_invariant_5_models_with_sdpa_and_manual_have_the_same_gradients(heads, 
         assert largest_difference(gradient, results["manual"][1][name]) < 1e-5, name
 
 
+def test_narrow_heads_in_short_rows_attend_in_fp32_while_they_train(monkeypatch):
+    """On a CPU under bf16 autocast; in a longer row, and without a gradient, in bf16."""
+    dtypes = []
+    real = F.scaled_dot_product_attention
+
+    def watched(q, k, v, **options):
+        out = real(q, k, v, **options)
+        dtypes.append((q.dtype, out.dtype))
+        return out
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model = random_model(tiny(max_position_embeddings=2**14))
+    short = random_ids(model.config, 2, 6)
+    long = random_ids(model.config, 1, 2**14 // model.config.head_dim)
+    with torch.autocast("cpu", torch.bfloat16):
+        for ids, is_short in ((short, True), (long, False)):
+            model(ids, labels=ids)
+            expected = torch.float32 if is_short else torch.bfloat16
+            assert set(dtypes) == {(expected, expected)}
+            dtypes.clear()
+        with torch.no_grad():
+            model(short, labels=short)
+        assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
+
+
 @pytest.mark.parametrize("way", ["sdpa", "manual"])
 def test_attention_weights_sum_to_1_where_a_query_sees_something(way):
     model = random_model(tiny(attention=way))
