@@ -101,7 +101,7 @@ class TrainConfig:
     not the one token that came (ngrams.py): so a small text teaches more. 0: that token alone, all
     the time. The training loss shown is the cross entropy with these mixtures."""
     ngram_last_weight: float = 0.0
-    """That share at the last step; it gets there in a straight line, if ngram_weight is not 0."""
+    """That share at the end; it gets there in a straight line, if ngram_weight is not 0."""
     ngram_order: int = 6
     """How many tokens before a target those counts look at."""
     batch_size: int = 16

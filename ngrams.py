@@ -25,7 +25,7 @@ PLACES_AT_ONCE = 2**12  # of the text: what is computed for them should fit into
 class NGrams:
     """What smoothed counts of up to `order` tokens and the one that follows expect, in a text.
 
-    symbols    (S,) int64: the ids that occur, ascending. Below, a token is its number among them
+    symbols    (S,): the ids that occur, ascending. Below, a token is its number among them
     expected   (N, S) fp32: for each of the N tokens of the text the probabilities of what stands
                there, after those before it in its row. That place itself is left out of the counts
                (Ney, Essen and Kneser 1995): else a sequence that occurs once would have been
@@ -37,8 +37,8 @@ class NGrams:
     context and token stood together. What follows an unknown sequence is what follows in many
     places: "Francisco" is frequent, but after "San" only.
 
-    Raises UserError for chats, for a text that is too long, and for an order whose sequences do not
-    fit into an int64.
+    `vocab_size` is V, the model's number of logits. Raises UserError for chats, for a text that is
+    too long, and for an order whose sequences do not fit into an int64.
     """
 
     def __init__(self, rows: TokenRows, vocab_size: int, order: int, progress: bool = True):
@@ -46,7 +46,7 @@ class NGrams:
             raise UserError("--ngram_weight is for texts, and these are chats: set it to 0")
         tokens = np.asarray(rows.tokens)
         self.rows, self.vocab_size = rows, vocab_size
-        self.symbols = np.unique(tokens).astype(np.int64)
+        self.symbols, text = np.unique(tokens, return_inverse=True)  # text (N,): int64
         N, S = len(tokens), len(self.symbols)
         if N * S > MOST_ENTRIES:
             raise UserError(
@@ -60,7 +60,6 @@ class NGrams:
                 f"--ngram_order={order}: with {S:,} different tokens in the text it must be at "
                 f"most {longest}"
             )
-        text = np.searchsorted(self.symbols, tokens)  # (N,)
         seen, depth = tokens_before(rows)
         self.expected = np.full((N, S), 1 / S, np.float32)
         keys = text.copy()  # (N,): a token and the k before it, as digits, the token last
@@ -83,18 +82,20 @@ class NGrams:
             longer = entry[shorter_here]
             self.refine(shorter_here, kinds, kinds.entry[longer], without=once[longer])
 
-    def refine(self, places: np.ndarray, table: "Table", entry: np.ndarray, without) -> None:
+    def refine(
+        self, places: np.ndarray, table: "Table", entry: np.ndarray, without: np.ndarray | int
+    ) -> None:
         """Interpolate `expected` at `places` (n,) of the text with `table`, whose `entry` (n,) is
-        the context and the token there, and counts `without` (n,) less: 0 or 1."""
-        without = np.broadcast_to(without, places.shape)
-        known = table.total[table.context[entry]] > without  # else nothing else has followed
-        places, entry, without = places[known], entry[known], without[known]
+        the context and the token there, and counts `without`, 0 or 1 for each or for all, less."""
+        fewer = np.broadcast_to(without, places.shape)
+        known = table.total[table.context[entry]] > fewer  # else nothing else has followed
+        places, entry, fewer = places[known], entry[known], fewer[known]
         for start in range(0, len(places), PLACES_AT_ONCE):
             now = slice(start, start + PLACES_AT_ONCE)
             place, own = places[now], entry[now]
             context = table.context[own]
-            total = table.total[context] - without[now]
-            less = (table.kept[own] - table.kept_of_one_less[own]) * without[now]
+            total = table.total[context] - fewer[now]
+            less = (table.kept[own] - table.kept_of_one_less[own]) * fewer[now]
             left = total - table.kept_total[context] + less
             # All tokens that have followed, of the first place, of the second, ...: (m,) in all.
             length = table.length[context]
@@ -108,8 +109,8 @@ class NGrams:
 
     def soft_labels(self, chosen: np.ndarray, shape: tuple[int, int], weight: float) -> Tensor:
         """What each target of a batch of these rows is to be: (B, T, V) fp32, beside labels of that
-        shape (B, T), and zeros where there is no target. `chosen` (at most B,): numbers of rows, -1
-        for one of padding.
+        shape (B, T), on the CPU, and zeros where there is no target. `chosen` (at most B,) int64:
+        numbers of rows, -1 for one of padding.
 
         `weight` of it is what the counts expect, and the rest the label itself.
         """
@@ -125,11 +126,12 @@ class NGrams:
 
 
 class Table:
-    """Sequences of tokens, as numbers whose last digit in `base` is the last token.
+    """Sequences of tokens, as int64 numbers whose last digit in `base` is the last token: arrays
+    over sequences, over entries (E different sequences) and over contexts.
 
-    entry[i]                  which entry sequence i is
+    entry                     of each sequence, which entry it is
     keys, numbers, token      of each entry: itself, how often it occurs, its last token
-    kept, kept_of_one_less    numbers less their discounts, and what it were for one less
+    kept, kept_of_one_less    numbers less their discounts, and that for one less: float64
     context                   of each entry, the number of all its tokens but the last
     begin, length             of each context, where its entries stand
     total, kept_total         of each context, the sums of numbers and of kept

@@ -358,7 +358,8 @@ def load_rows(
 def softener(
     config: TrainConfig, rows: TokenRows, vocab_size: int, progress: bool = False
 ) -> Callable | None:
-    """What makes the soft labels of a batch (ngrams.py), (g, rows, (B, T)) -> (B, T, V)."""
+    """What makes the soft labels of micro-batch g (ngrams.py), (g, numbers of rows, (B, T)) ->
+    (B, T, V); None where ngram_weight is 0. Raises UserError for a text that cannot be counted."""
     first, last = config.ngram_weight, config.ngram_last_weight
     if first == 0:
         return None

@@ -32,8 +32,8 @@ class Batches:
 
     batches[g]      {"input_ids": int64 (B, T), "labels": int64 (B, T)}, CPU tensors: this rank's
                     rows of global micro-batch g, counted from 0 over all epochs; "num_tokens", the
-                    real tokens in them; with `soften` also "soft_labels", that function of g, the
-                    numbers of its rows here and (B, T)
+                    real tokens in them; with `soften` also "soft_labels", fp32 (B, T, V): that
+                    function of g, of the numbers of these rows, int64, and of (B, T)
     per_epoch       global micro-batches in an epoch, the same in each
     shapes          every (B, T) that can occur here
     padding         share of an epoch's positions that hold no token (all ranks)

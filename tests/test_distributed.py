@@ -70,6 +70,7 @@ def process(rank: int, job: str, processes: int) -> None:
 def figures(machine: train.Machine) -> dict:
     return {
         "ragged": gradients(machine, one.ragged_batch()),
+        "soft": gradients(machine, one.soft_batch()),
         "empty here": gradients(machine, empty_from(4)),
         "val_loss": validation_loss(machine),
     }
@@ -297,7 +298,8 @@ def alone(place, two):
 
 
 def test_inv10_several_processes_give_the_gradient_of_one(two, four, alone):
-    wholes = {"ragged": one.ragged_batch(), "empty here": empty_from(4), "empty": empty_from(0)}
+    wholes = {"ragged": one.ragged_batch(), "soft": one.soft_batch()}
+    wholes |= {"empty here": empty_from(4), "empty": empty_from(0)}
     for name, batch in wholes.items():
         expected = gradients(alone["machine"], batch)
         for found in [*two, *four]:

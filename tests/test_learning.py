@@ -1,9 +1,8 @@
 """Training really learns: what only a run can show, on problems that take seconds.
 
 A batch learned by heart, noise not learned, the same end in bf16 as in fp32, more from soft labels
-than from hard ones. Steps are those of
-train.py (take_step, its optimizers, its schedule), so that a mistake in any of them, in the loss or
-in the model shows here as a number.
+than from hard ones. Steps are those of train.py (take_step, its optimizers, its schedule), so that
+a mistake in any of them, in the loss or in the model shows here as a number.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Soft labels from counts: against counts made one by one, and what they are worth to a model."""
+"""Soft labels from counts, against counts made one by one. (tests/test_learning.py: what for.)"""
 
 import dataclasses
 import random
